@@ -30,8 +30,9 @@ Failed = Callable[[str, Exception], None]
 LEAST, MOST = 10, 400
 #: Runs from which the length of one is estimated.
 _TRIALS = 3
-#: Head start that the host is given, in times of its fastest launch, as others are slower; and in milliseconds at most:
-#: a longer call is one that waits for the device itself.
+#: Head start that the host is given, in times of its slowest launch of a few, as others are slower yet: backwards that
+#: torch's engine runs in a thread of its own by a factor; and in milliseconds at most: a longer call is one that waits
+#: for the device itself.
 _MARGIN, _HEAD_START = 1.5, 2.0
 
 
@@ -187,14 +188,14 @@ def measure(
                 failed(name, error)
                 return None
 
-        trials: dict[str, tuple[float, float]] = {}
+        trials: dict[str, tuple[float, float, float]] = {}
         for name, call in candidates.items():
             trial = attempt(name, lambda call=call: _trial(call, clock))  # type: ignore[misc]
             if trial is not None:
                 trials[name] = trial
         if not live:
             return {}
-        clock.head_start(_MARGIN * max(host for _, host in trials.values()))
+        clock.head_start(_MARGIN * max(slowest for *_, slowest in trials.values()))
         for name in _turns({name: budget.warm(trials[name][0]) for name in live}):
             if name in live:
                 attempt(name, live[name])
@@ -209,7 +210,7 @@ def measure(
 def _timings(
     live: dict[str, Call],
     answers: dict[str, list[Callable[[], float]]],
-    trials: dict[str, tuple[float, float]],
+    trials: dict[str, tuple[float, float, float]],
     clock: Clock,
     attempt: Callable[[str, Callable[[], Any]], Any],
 ) -> dict[str, Timing]:
@@ -224,8 +225,11 @@ def _timings(
     return found
 
 
-def _trial(call: Call, clock: Clock) -> tuple[float, float]:
-    """Milliseconds of one run, on the device and on the host, the least of a few; whatever is built is built before."""
+def _trial(call: Call, clock: Clock) -> tuple[float, float, float]:
+    """Milliseconds of one run, on the device and on the host, the least of a few, and the most of the host's.
+
+    Whatever is built is built before.
+    """
     call()
     clock.finish()
     device, host = [], []
@@ -235,7 +239,7 @@ def _trial(call: Call, clock: Clock) -> tuple[float, float]:
         host.append((time.perf_counter() - start) * 1e3)
         clock.finish()
         device.append(answer())
-    return min(device), min(host)
+    return min(device), min(host), max(host)
 
 
 def _turns(counts: Mapping[str, int]) -> Iterator[str]:

@@ -114,14 +114,14 @@ class Order(NamedTuple):
         """A result as the caller's: a view."""
         whole = len(result.shape) == 4
         if self.packed:
-            result = result[0]
+            result = result.squeeze(0)  # of an element torch's backward would make zeros, and copy
         return result.swapaxes(-3, -2) if whole and self.turned else result
 
     def like(self, result: Array, query: Array) -> Array:
         """The same in memory as ``heads_last`` has it."""
         if len(result.shape) != 4 or not self.turned:
             return self.of(result)
-        return heads_last(result[0] if self.packed else result, query)
+        return heads_last(result.squeeze(0) if self.packed else result, query)
 
     def back(self, result: Array) -> Array:
         """What ``of`` returned as the kernel's: a view."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from attnswitch import child
 from attnswitch.call import recording
@@ -23,6 +23,7 @@ from attnswitch.verify.checks import ALWAYS, LAST, Check, named
 from attnswitch.verify.court.proxy import Proxy, Raising
 from attnswitch.verify.court.server import Gone
 from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.placings import FAR
 from attnswitch.verify.launch.call import Returned, allocated, call, finite_check, malformed, place_operands
 from attnswitch.verify.launch.neighbours import Neighbours
 from attnswitch.verify.outcome import AUTO, Failure, Outcome, Verdict
@@ -64,6 +65,8 @@ def examine(
             registry.load(backend)  # an unknown name is the caller's mistake, not a finding
     if too_large := room.lacking(case):
         return [Outcome(case, b, device, "refused", reasons=(too_large,), starved=True) for b in backends]
+    if len(backends) > 1 and FAR in astuple(case.placing):  # operands of gigabytes, for each
+        return [outcome for backend in backends for outcome in examine(case, (backend,), device, only, before)]
     checks = [named(case.check)] if only else [*ALWAYS, *([] if (c := named(case.check)).always else [c]), *LAST]
     checks = [c for c in checks if c.suits(case, device)]
     if only and not checks:

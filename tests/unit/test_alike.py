@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -339,6 +340,22 @@ def test_a_forward_that_is_made_again_saves_the_same(name: str) -> None:
                 alike.forget()
         for one, other in zip(*grads, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_gradients_of_sequences_are_copied_nowhere(known: bool) -> None:
+    """On either way: torch's backward of an element makes zeros of the whole and copies into them."""
+    call, given = attnswitch.attention_varlen, trained(alike_rows(return_lse=True))
+    if not known:
+        given["max_seqlen_q"] = None
+    wanted = [given[role] for role in ("query", "key", "value")]
+    for _ in range(2):
+        results = call(**given)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            torch.autograd.grad(results, wanted, [x.detach() for x in results])
+    names = {event.key for event in seen.key_averages()}
+    assert any("_AttentionBackward" in name for name in names)
+    assert not {"aten::select_backward", "aten::copy_", "aten::clone", "aten::contiguous"} & names
 
 
 def test_what_hooks_keep_may_lie_otherwise(asked: list[object]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,10 @@ import pytest
 from attnswitch import Device, Problem
 from attnswitch.machine import registry
 from attnswitch.machine.backend import Backend, Inputs, Kernel
-from attnswitch.verify import Case, room
-from attnswitch.verify.judge import check
+from attnswitch.verify import Case, judge, room
+from attnswitch.verify.drawing.case import Placing
+from attnswitch.verify.drawing.placings import FAR
+from attnswitch.verify.judge import check, examine
 from attnswitch.verify.outcome import AUTO, Failure, Outcome
 from attnswitch.wisdom import view
 from attnswitch.wisdom.record import Time
@@ -158,6 +163,33 @@ def test_nothing_of_the_attempt_before_is_held(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(_Hungry, "forward", once)
     assert check(CASE.replace(grads=""), f"{__name__}:Hungry").verdict == "verified"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_rows_that_lie_far_apart_take_little_memory(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GiB for each backend, and two workers at a time, were more than a machine of 24 had."""
+    most = 0
+    attempt = judge._attempt
+
+    def measured(*given: Any) -> Any:
+        nonlocal most
+        made = attempt(*given)
+        most = max(most, resident())
+        return made
+
+    monkeypatch.setattr(judge, "_attempt", measured)
+    far = Case(seq_q=2, seq_k=65, dtype="float16", library=library, placing=Placing(value=FAR), grads="qkv")
+    examine(far.replace(placing=Placing()), ("tiled", "sdpa-flash", AUTO))
+    before, most = resident(), 0
+    outcomes = examine(far, ("tiled", "sdpa-flash", AUTO))
+    assert {outcome.verdict for outcome in outcomes} <= {"verified", "refused"}
+    assert most - before < 2**29
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_who_finds_memory_the_second_time_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

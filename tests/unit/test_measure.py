@@ -166,3 +166,13 @@ def test_importing_it_imports_no_array_library() -> None:
     program = f"import {modules}; print({{'torch', 'numpy', 'cupy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_head_start_is_that_of_the_slowest_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the trials; told is the fastest."""
+    now = iter([0.0, 0.3, 1.0, 1.2, 2.0, 2.9])  # seconds, around three launches
+    monkeypatch.setattr("attnswitch.bench.measure.time.perf_counter", lambda: next(now))
+    clock = FakeClock()
+    found = measure({"a": takes(clock, [], "a", forever(1.0))}, "cpu", budget=Budget(0.0, 1.0), clock=clock)
+    assert clock.host == [pytest.approx(1.5 * 900)]
+    assert found["a"].host == pytest.approx(200)

@@ -147,7 +147,9 @@ def _far(values: Array, dtype: str, library: str, device: str) -> tuple[Array, S
         placed[...] = values
         return placed, Storage(flat, None)
     near, _ = place(values, dtype, "contiguous", "torch", device)
-    flat = near.new_zeros(size)
+    # torch writes zeros; here they are there once they are read.
+    zeros = passage(np.zeros(size * near.itemsize, np.uint8), "numpy", "torch") if device == "cpu" else None
+    flat = near.new_zeros(size) if zeros is None else zeros.view(near.dtype)
     tensor = flat.as_strided(values.shape, strides)
     tensor.copy_(near)
     return (tensor if library == "torch" else passage(tensor, "torch", library)), Storage(flat, None)
