@@ -180,7 +180,7 @@ def _attempt(
         except Exception as error:  # whatever a kernel raises is a finding
             if out_of_memory(error):
                 reasons = (f"out of memory: {in_a_line(str(error))}",)
-                there = room.had(case, device)
+                there = _room(case, backend, device)
                 if not there:
                     return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
                 failure = _although(error, there)
@@ -246,13 +246,13 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             cause = failed.__cause__
             if not isinstance(cause, Exception):
                 raise
-            there = room.had(case, trial.device) if out_of_memory(cause) else ""
+            there = _room(case, trial.backend, trial.device) if out_of_memory(cause) else ""
             if out_of_memory(cause) and not there:
                 continue
             failure = _although(cause, there) if there else crash(cause)
         except Exception as error:
             if out_of_memory(error):
-                if there := room.had(case, trial.device):
+                if there := _room(case, trial.backend, trial.device):
                     failure = _although(error, there)
                     continue
                 reasons = (f"out of memory while {c.name} was looked at: {in_a_line(str(error))}",)
@@ -290,9 +290,16 @@ def _held(c: Check, trial: Trial) -> Failure | None:
         return c.holds(trial)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, KernelFailed) else error
-        if not (isinstance(cause, Exception) and out_of_memory(cause) and room.had(trial.case, trial.device)):
+        if not (
+            isinstance(cause, Exception) and out_of_memory(cause) and _room(trial.case, trial.backend, trial.device)
+        ):
             raise
     return c.holds(trial)
+
+
+def _room(case: Case, backend: str, device: str) -> str:
+    """What memory there was for a kernel that found none. A backend of the registry is taken at its word."""
+    return room.had(case, device) if ":" in backend else ""
 
 
 def _although(error: Exception, there: str) -> Failure:

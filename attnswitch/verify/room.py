@@ -48,7 +48,10 @@ def _allocates(size: int, device: str) -> bool:
             return False
         return free is None or size <= free
     torch: Any = sys.modules.get("torch")
-    return torch is not None and size <= torch.cuda.mem_get_info(device)[0]
+    if torch is None:
+        return False
+    free, whole = torch.cuda.mem_get_info(device)
+    return bool(size <= free and 2 * free >= whole)  # else a kernel's own room may not be there
 
 
 def _pages(kind: str) -> int | None:
