@@ -203,9 +203,8 @@ def _with_sinks(run: Forward, order: Order) -> Forward:
     def with_gradient(*given: Any) -> tuple[Any, Any]:
         whole = list(given)
         whole[_SINKS] = given[_SINKS].detach()
-        out, lse = map(order.back, run(*whole))
-        out, lse = with_sinks(out, lse, given[_SINKS])
-        return order.of(out), order.of(lse)
+        both: tuple[Any, Any] = with_sinks(*run(*whole), given[_SINKS], order)
+        return both
 
     return with_gradient
 

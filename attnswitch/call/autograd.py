@@ -16,6 +16,8 @@ from attnswitch.problem import Problem
 
 __all__ = ["differentiable", "differentiable_form", "prepared", "prepared_form", "with_sinks"]
 
+#: As kernels have results.
+_STRAIGHT = Order()
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
@@ -86,10 +88,12 @@ def _with(inputs: Inputs, beside: tuple[Any, ...]) -> Inputs:
     return inputs._replace(offsets=where, sinks=sinks, alibi_slopes=slopes)
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, which count ``sinks`` already, as functions of these too."""
-    both: tuple[torch.Tensor, torch.Tensor] = _Sunk.apply(out, lse, sinks)
-    return both
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, order: Order = _STRAIGHT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse in ``order``, which count ``sinks`` already, as functions of these too."""
+    out, lse = _Sunk.apply(order.back(out), order.back(lse), sinks)
+    return order.of(out), order.of(lse)
 
 
 def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:

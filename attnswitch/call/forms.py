@@ -119,23 +119,20 @@ def _built(
 
 def run(call: Call) -> Any:
     """The output, or output and lse, as the caller's; of torch with gradients."""
-    asked, native = call.asked, call.native
+    asked, native, order = call.asked, call.native, call.asked.order
     if asked.problem.grads and not call.backend.autograd:
         autograd = import_module("attnswitch.call.autograd")
-        out, lse = autograd.differentiable_form(asked.problem, call.kernel, call.inputs, native, asked.order)
-        if not asked.sinks_grad:
-            return (
-                (call.plain(out, "torch"), call.plain(lse, "torch")) if asked.returns_lse else call.plain(out, "torch")
-            )
-        out, lse, native = asked.order.back(out), asked.order.back(lse), "torch"
+        out, lse = autograd.differentiable_form(asked.problem, call.kernel, call.inputs, native, order)
+        native = "torch"
     else:
         out, lse = call.kernel.forward(to_native(call.inputs, asked.library, native))
+        out, lse = order.like(out, call.inputs.query), None if lse is None else order.of(lse)
     if asked.sinks_grad and not call.backend.autograd:
         out, lse = (arrays.passage(array, native, "torch") for array in (out, lse))
-        out, lse = import_module("attnswitch.call.autograd").with_sinks(out, lse, asked.sinks)
+        out, lse = import_module("attnswitch.call.autograd").with_sinks(out, lse, asked.sinks, order)
         native = "torch"
-    out = call.back(out, native)
-    return (out, call.back(lse, native)) if asked.returns_lse else out
+    out = call.plain(out, native)
+    return (out, call.plain(lse, native)) if asked.returns_lse else out
 
 
 def results(call: Call) -> tuple[Array, Array]:

@@ -164,17 +164,14 @@ class Kernel:
     def prepared_form_backward(self, inputs: Inputs, order: Order) -> Backward:
         """The same of a problem of any form: operands and gradients have their axes as ``prepared_form`` is given them.
 
-        Results and upstream gradients are in ``order``.
+        But a mask has four. Results and upstream gradients are in ``order``.
         """
         again = inputs.again()
 
         def backward(given: Inputs, *results: Array) -> Gradients:
             grads = self.backward(again(*given.flat()), *(None if x is None else order.back(x) for x in results))
             query, key, value = (None if grad is None else order.of(grad) for grad in grads[:3])
-            mask = grads.attn_mask
-            if mask is not None and given.attn_mask is not None:
-                mask = mask.reshape(given.attn_mask.shape)
-            return Gradients(query, key, value, mask)
+            return Gradients(query, key, value, grads.attn_mask)
 
         return backward
 

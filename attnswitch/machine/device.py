@@ -11,7 +11,7 @@ from typing import Any
 
 from attnswitch import files
 from attnswitch.errors import InvalidProblem
-from attnswitch.names import meant
+from attnswitch.names import in_a_line, meant
 
 __all__ = ["KNOWN", "Device", "release"]
 
@@ -166,7 +166,7 @@ def _processor() -> str:
     except OSError:
         model = ""
     if model.strip():
-        return " ".join(model.split())
+        return in_a_line(model)
     import platform  # slow to import, and seldom needed
 
     return platform.processor() or platform.machine()

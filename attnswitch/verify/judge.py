@@ -178,15 +178,11 @@ def _attempt(
                 return Outcome(case, backend, device, "mismatch", failure=Failure("crash", str(absence)))
             return Outcome(case, backend, device, "unavailable", reasons=(str(absence),))
         except Exception as error:  # whatever a kernel raises is a finding
-            if out_of_memory(error):
+            failure = _raised(error, case, backend, device)
+            if failure is None:
                 reasons = (f"out of memory: {in_a_line(str(error))}",)
-                there = _room(case, backend, device)
-                if not there:
-                    return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
-                failure = _although(error, there)
-            else:
-                failure, again = crash(error), True
-            if again:
+                return _behaved(Outcome(case, backend, device, "refused", reasons=reasons, starved=True))
+            if again or not out_of_memory(error):
                 court.conduct(backend)  # which is not to be held against the next case
                 return Outcome(case, backend, device, "mismatch", forced, failure=failure)
             returned = None
@@ -246,15 +242,12 @@ def _judged(trial: Trial, checks: Sequence[Check]) -> Outcome:
             cause = failed.__cause__
             if not isinstance(cause, Exception):
                 raise
-            there = _room(case, trial.backend, trial.device) if out_of_memory(cause) else ""
-            if out_of_memory(cause) and not there:
-                continue
-            failure = _although(cause, there) if there else crash(cause)
+            failure = _raised(cause, case, trial.backend, trial.device)
         except Exception as error:
             if out_of_memory(error):
-                if there := _room(case, trial.backend, trial.device):
-                    failure = _although(error, there)
-                    continue
+                failure = _raised(error, case, trial.backend, trial.device)
+                if failure is not None:
+                    break
                 reasons = (f"out of memory while {c.name} was looked at: {in_a_line(str(error))}",)
                 refused = Outcome(case, trial.backend, trial.device, "refused", trial.chosen, reasons, starved=True)
                 return _behaved(refused)
@@ -290,22 +283,23 @@ def _held(c: Check, trial: Trial) -> Failure | None:
         return c.holds(trial)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, KernelFailed) else error
-        if not (
-            isinstance(cause, Exception) and out_of_memory(cause) and _room(trial.case, trial.backend, trial.device)
-        ):
+        if not (isinstance(cause, Exception) and out_of_memory(cause)):
+            raise
+        if _raised(cause, trial.case, trial.backend, trial.device) is None:
             raise
     return c.holds(trial)
 
 
-def _room(case: Case, backend: str, device: str) -> str:
-    """What memory there was for a kernel that found none. A backend of the registry is taken at its word."""
-    return room.had(case, device) if ":" in backend else ""
+def _raised(error: Exception, case: Case, backend: str, device: str) -> Failure | None:
+    """The finding that a kernel raised ``error``; None for a want of memory, unless a target's that could be had.
 
-
-def _although(error: Exception, there: str) -> Failure:
-    """The finding that a kernel wanted memory, though ``there`` was some."""
+    A backend of the registry is taken at its word.
+    """
     failure = crash(error)
-    return replace(failure, message=f"{failure.message}, although {there}")
+    if not out_of_memory(error):
+        return failure
+    there = room.had(case, device) if ":" in backend else ""
+    return replace(failure, message=f"{failure.message}, although {there}") if there else None
 
 
 def _variant(trial: Trial) -> str:

@@ -139,7 +139,7 @@ class CudaKernel(Kernel):
     def prepared_form_backward(self, inputs: Inputs, order: Order) -> Backward:
         """The same of a problem of any form."""
         general, launches = super().prepared_form_backward(inputs, order), self._backwards(inputs)
-        if memory.on_cpu(inputs.query) or not launches.steps or self._copies_mask or "m" in self.problem.grads:
+        if memory.on_cpu(inputs.query) or not launches.steps or self._copies_mask:
             return general
         with memory.on(inputs.query):
             return prepared.backward(self.problem, launches, inputs, general, order)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from attnswitch import Problem
+from attnswitch.call import alike, finite, forms
 from attnswitch.machine.backend import Inputs, Offsets, Order
 
-__all__ = ["given", "inputs_of", "order_of"]
+__all__ = ["check_known", "given", "inputs_of", "order_of"]
 
 
 def inputs_of(p: Problem, layout: str = "BLHD", seed: int = 0) -> Inputs:
@@ -73,3 +76,15 @@ def given(inputs: Inputs) -> list[Any]:
         x[0].swapaxes(0, 1) if inputs.offsets is not None and x.shape[0] == 1 else x.swapaxes(1, 2) for x in flat[:3]
     ]
     return [*turned, *flat[3:]]
+
+
+def check_known(calls: Sequence[Callable[[], Any]], expected: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third of ``calls``, and on, are asked of nothing; each comes to the bits and strides of ``expected``."""
+    monkeypatch.setattr(alike, "_is_unread", lambda _: True)
+    with finite.checking("never"):
+        for turn, (each, right) in enumerate(zip(calls, expected, strict=True)):
+            if turn == 2:
+                monkeypatch.setattr(forms, "called", None)
+            for one, other in zip(each(), right, strict=True):
+                assert torch.equal(one, other)
+                assert one.stride() == other.stride()

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls_alike import given, inputs_of, order_of
+from calls_alike import check_known, given, inputs_of, order_of
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import alike, finite, forms
 from attnswitch.machine.backend import Order
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
@@ -228,12 +227,5 @@ def test_the_whole_way_comes_to_the_same_bits(
     calls = [call() for _ in range(5)]
     expected = [each() for each in calls]
     sending()
-    monkeypatch.setattr(alike, "_is_unread", lambda _: True)
-    with finite.checking("never"):
-        for turn, (each, right) in enumerate(zip(calls, expected, strict=True)):
-            if turn == 2:
-                monkeypatch.setattr(forms, "called", None)
-            for one, other in zip(each(), right, strict=True):
-                assert torch.equal(one, other)
-                assert one.stride() == other.stride()
+    check_known(calls, expected, monkeypatch)
     planner.forget()

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls_alike import given, inputs_of, order_of
+from calls_alike import check_known, given, inputs_of, order_of
 
 import attnswitch
 from attnswitch import Problem
-from attnswitch.call import alike, finite, forms
 from attnswitch.machine.backend import Gradients, Inputs, Offsets, Order
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
@@ -37,7 +36,7 @@ def as_given(inputs: Inputs) -> Inputs:
 
 
 def in_order(grads: Gradients, order: Order) -> list[Any]:
-    return [None if grad is None else order.of(grad) for grad in grads[:3]]
+    return [*(None if grad is None else order.of(grad) for grad in grads[:3]), grads.attn_mask]
 
 
 @pytest.mark.parametrize("lying", ["plain", "heads before rows", "off 16"])
@@ -48,6 +47,8 @@ def in_order(grads: Gradients, order: Order) -> list[Any]:
         ("cpu", "b3.h4/2.s4x5.d24/40.fp32.varlen.sinks.alibi.causal-br.grad"),
         ("cpu", "b3.h4/2.s4x5.d16.fp16.varlen.grad=v"),
         ("cpu", "b2.h4/2.s5x9.d16.fp32.alibi.causal.grad"),
+        ("cpu", "b2.h4/2.s5x9.d16.fp32.alibi.mask=fp32:qk.grad=qkvm"),
+        ("cpu", "b2.h4/2.s5x9.d16.fp32.sinks.mask=fp32:hk.grad=vm"),
         ("h200", "b2.h2.s70x90.d64.bf16.varlen.causal.grad"),
         ("h200", "b2.h4/2.s20x30.d64.fp16.varlen.lse.grad"),
     ],
@@ -71,7 +72,7 @@ def test_gradients_come_to_the_same_bits(
     for inputs, results, expected in (*calls, *calls):
         there = [None if x is None else order.of(laid(x, lying)) for x in results]
         found = backward(as_given(inputs), *there)
-        for got, right in zip(found[:3], in_order(expected, order), strict=True):
+        for got, right in zip(found, in_order(expected, order), strict=True):
             assert (got is None) == (right is None)
             if got is not None:
                 assert torch.equal(got, right)
@@ -100,7 +101,8 @@ def test_on_another_gpu_it_is_the_general_one(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 5)
     monkeypatch.setattr(memory, "on_cpu", lambda array: bool(array.is_cpu))
     found = backward(as_given(inputs), *(None if x is None else order.of(x) for x in results))
-    assert all(torch.equal(got, right) for got, right in zip(found[:3], expected, strict=True))
+    assert found.attn_mask is expected[3] is None
+    assert all(torch.equal(got, right) for got, right in zip(found[:3], expected[:3], strict=True))
 
 
 @pytest.mark.parametrize("form", ["varlen", "varlen, lse", "sinks", "one projection"])
@@ -138,12 +140,5 @@ def test_the_whole_way_comes_to_the_same_bits(
     steps = [made() for _ in range(5)]
     expected = [step() for step in steps]
     sending()
-    monkeypatch.setattr(alike, "_is_unread", lambda _: True)
-    with finite.checking("never"):
-        for turn, (step, right) in enumerate(zip(steps, expected, strict=True)):
-            if turn == 2:
-                monkeypatch.setattr(forms, "called", None)
-            for one, other in zip(step(), right, strict=True):
-                assert torch.equal(one, other)
-                assert one.stride() == other.stride()
+    check_known(steps, expected, monkeypatch)
     planner.forget()

@@ -72,7 +72,7 @@ def form_ways(feed: FormFeed, backends: Sequence[str] = ()) -> dict[str, Way]:
     """
     made = {}
     if torch_call(feed.first)[0] is not None:
-        made[TORCH] = Way(lambda work: _stepping(PEERS[TORCH](work), work))
+        made[TORCH] = Way(lambda work: step(PEERS[TORCH](work), work))
     beside = TORCH if TORCH in made else None
     for name in (*(backends or fitting(feed.first)), AUTO):
         of = functools.partial(_call, None if name == AUTO else name)
@@ -84,12 +84,7 @@ def form_ways(feed: FormFeed, backends: Sequence[str] = ()) -> dict[str, Way]:
 
 def _call(backend: str | None, work: Workload) -> Callable[[], Any]:
     operands = work.query, work.key, work.value
-    return _stepping(functools.partial(work.function, *operands, backend=backend, **work.keywords()), work)
-
-
-def _stepping(attend: Attend, work: Workload) -> Callable[[], Any]:
-    """The call, with its backward where there are gradients."""
-    return step(attend, work) if work.problem.grads else attend
+    return step(functools.partial(work.function, *operands, backend=backend, **work.keywords()), work)
 
 
 def _first(of: Callable[[Workload], Callable[[], Any]], work: Workload) -> Callable[[], Any]:

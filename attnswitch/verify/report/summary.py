@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnswitch.names import printable
+from attnswitch.names import in_a_line, printable
 from attnswitch.verify.report import demands, facts
 from attnswitch.verify.session.tally import Found, Report
 
@@ -69,7 +69,7 @@ def _failure(number: int, found: Found) -> list[str]:
 
 def _escape(text: str) -> str:
     """Shown as it is, in a table and outside."""
-    text = printable(" ".join(text[:LONGEST].split())).replace("&", "&amp;").replace("<", "&lt;")
+    text = printable(in_a_line(text[:LONGEST])).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]|~#" else letter for letter in text)
 
 

@@ -75,7 +75,7 @@ def backward(
 ) -> Backward:
     """Gradients of torch tensors on a GPU that lie like ``inputs``; those that are given may lie in any way.
 
-    With ``order`` they are as ``Kernel.prepared_form_backward`` has them, of a problem without a gradient of the mask.
+    With ``order`` they are as ``Kernel.prepared_form_backward`` has them.
     ``general`` takes the calls that are made while another GPU is the current one, or whose lengths lie otherwise.
     """
     torch: Any = sys.modules["torch"]
