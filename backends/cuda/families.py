@@ -19,7 +19,7 @@ from ..own import arithmetic
 from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .fused.choice import REGIME as FUSED
-from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, ordered
+from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, gradient_kernel, ordered
 
 __all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
 
@@ -161,8 +161,8 @@ def _backward(p: Problem) -> Iterator[str]:
         yield "deterministic=True with attn_mask: its blocks that add to dQ in turn add no mask"
     if p.adds_mask and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ADDED:
         yield f"attn_mask with head dimension {widest}: it adds one up to {_WIDEST_ADDED}"
-    if p.dropout:
-        yield f"dropout_p={p.dropout:g}: it has none"
+    if p.dropout and gradient_kernel(p) != "backward":
+        yield f"dropout_p={p.dropout:g}: only its blocks of heads up to 128 that add in no order drop weights"
     if p.dim_qk % 8:
         yield f"dim_qk={p.dim_qk}: it stores 8 columns at once"
 

@@ -41,6 +41,7 @@ PLAIN = Problem.parse("b4.h16/4.s1024.d128.bf16.causal.grad")
 #: Bytes that a thread spills where a mask is looked at; where threads add to dQ in turn, which have the few registers
 #: of the loader; and where these look at a mask. Of sequences one after another, of what has most in registers.
 SPILLED = {".mask=bool": 24, ".softcap=30.0": 8}
+SPILLED |= {".dropout=0.1": 8, ".mask=bool.dropout=0.1": 24, ".softcap=30.0.dropout=0.1": 32}
 SPILLED |= {".deterministic": 32, ".mask=bool.deterministic": 72, ".softcap=30.0.deterministic": 24}
 PACKED = {"192/128.varlen": 16, "64.varlen.deterministic": 8, "128.varlen.deterministic": 32}
 disassembled = pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
@@ -63,6 +64,8 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
         PLAIN.replace(deterministic=True, mask=Mask("bool")),
         PLAIN.replace(deterministic=True, dim_qk=256, dim_v=256, grads="kv"),
         *(PLAIN.replace(mask=Mask("bool", axes)) for axes in ("", "bk", "q", "bhqk")),
+        *(PLAIN.replace(dropout=0.1, softcap=softcap) for softcap in (0.0, 30.0)),
+        PLAIN.replace(dropout=0.1, dim_qk=64, dim_v=64, mask=Mask("bfloat16", "bk")),
     ],
     ids=str,
 )
@@ -77,7 +80,8 @@ def test_it_takes_the_gradients(problem: Problem) -> None:
         (PLAIN, "a100", r"compute capability 9\.0"),
         (PLAIN.replace(dtype="float32", softcap=3.0), "h200", "float32"),
         (PLAIN.replace(mask=Mask("float32", "k")), "h200", "attn_mask of float32"),
-        (PLAIN.replace(dropout=0.1), "h200", r"dropout_p=0\.1"),
+        (PLAIN.replace(dropout=0.1, deterministic=True), "h200", r"dropout_p=0\.1"),
+        (PLAIN.replace(dropout=0.1, dim_qk=192), "h200", r"dropout_p=0\.1"),
         (PLAIN.replace(deterministic=True, dim_qk=192), "h200", "deterministic=True with head dimension 192"),
         (PLAIN.replace(deterministic=True, dim_v=256, grads="q"), "h200", "deterministic=True with head dimension 256"),
         (PLAIN.replace(dim_qk=20, query=Memory(align=16)), "h200", "dim_qk=20"),
@@ -246,6 +250,7 @@ def expected(chosen: Any) -> tuple[int, int, int]:
         [
             *itertools.product(("64", "128"), ("", ".softcap=30.0", ".alibi", *SPILLED)),
             *itertools.product(("192/128", "256"), ("", ".softcap=30.0", ".alibi", ".mask=bool")),
+            *itertools.product(("64", "128"), (".mask=bf16:hqk.dropout=0.1", ".mask=bf16:bk.dropout=0.1")),
             *itertools.product(("64", "128", "192/128", "256"), (".varlen",)),
             *itertools.product(("64", "128"), (".varlen.deterministic",)),
         ],
@@ -267,6 +272,8 @@ def test_products_overlap_and_stay_in_registers(dims: str, more: str, tmp_path: 
 # -- gradients, emulated -----------------------------------------------------------------------------------------------
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+#: Of dropout, of more than 32 bits.
+SEED = 2**40 + 9
 
 
 def arrays(p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
@@ -295,7 +302,8 @@ def compare(
     (q, k, v, grad), grad_lse = made(p)
     exact = [array.astype(np.float64) for array in (q, k, v)]
     call = {"is_causal": p.causal, "window": p.window, "softcap": p.softcap, "attn_mask": mask, "key_lengths": lengths}
-    call |= {"backend": "reference", "causal_alignment": p.alignment}
+    call |= {"backend": "reference", "causal_alignment": p.alignment, "dropout_p": p.dropout}
+    call |= {"seed": SEED if p.dropout else None}
     out, lse = attnswitch.attention(*exact, return_lse=True, **call)
     right = attnswitch.attention_backward(
         grad.astype(np.float64), *exact, out=out, lse=lse, grad_lse=grad_lse.astype(np.float64), **call
@@ -303,7 +311,7 @@ def compare(
     for b, length in enumerate(lengths or ()):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
     launch = backward.Backward(p, choice.gradients(p), Device.cpu())
-    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths))
+    inputs = Inputs(q, k, v, mask, None if lengths is None else np.array(lengths), call["seed"])
     got = launch(inputs, out.astype(q.dtype), lse.astype(np.float32), grad, grad_lse)
     unit = 2.0**-8 if p.dtype == "bfloat16" else 2.0**-11
     units = 2 if max(p.dim_qk, p.dim_v) <= 128 else 3  # of sums of more terms
@@ -326,6 +334,9 @@ def compare(
             ("b1.h2.s300x200.d64.bf16.causal-br.grad", 2),
             ("b1.h2.s100.d96/64.fp16.softcap=3.0.grad", 2),
             ("b1.h2.s150x200.d64.fp16.causal.softcap=3.0.grad", 1),
+            ("b1.h4/2.s150x200.d64.fp16.causal.dropout=0.3.grad", 3),
+            ("b2.h2.s70x301.d128.bf16.window=40,3.dropout=0.1.grad", 1),
+            ("b1.h2.s150x200.d96.bf16.softcap=3.0.dropout=0.5.grad", 1),
             ("b1.h4/2.s150x200.d64.fp16.causal.grad.deterministic", 3),
             ("b1.h2.s200x150.d128.bf16.causal-br.grad.deterministic", 1),
             ("b2.h2.s70x300.d72.bf16.window=40,3.grad.deterministic", 1),
@@ -367,6 +378,7 @@ def test_what_lies_past_the_lengths_does_not_leak(
     [
         *(("64", axes, how) for axes in ("qk", "bk", "bhk") for how in ("", ".deterministic")),
         *((dims, axes, "") for dims in ("192/128", "256") for axes in ("hqk", "bk")),
+        *((dims, "qk", ".dropout=0.2") for dims in ("64", "128")),
     ],
 )
 def test_masks_hide_whole_tiles_and_parts_of_them(

@@ -135,6 +135,7 @@ def _backward(p: Problem, tile: HopperGradients) -> Variant:
             ("SOFTCAP", int(arithmetic.capped(p))),
             ("BIAS", bias(p)),
             ("ALIBI", int(p.alibi)),
+            ("DROPOUT", int(p.dropout > 0.0)),
             *((("CONTINUED", 1),) if tile.continued else ()),
         ),
         family="hopper",

@@ -64,8 +64,8 @@ _GRADIENTS = {
     (192, 128): HopperGradients(128, 64, 2, begin=6.0, step=2.94),
     (256, 256): HopperGradients(64, 64, 2, begin=8.3, step=2.8),
 }
-#: The same where a tanh takes registers, or tiles of a float mask take room; and where blocks add to the gradient of
-#: the query in turn.
+#: The same where a tanh or dropout takes registers, or tiles of a float mask take room; and where blocks add to the
+#: gradient of the query in turn.
 _CAPPED = {**_GRADIENTS, (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5)}
 _ORDERED = {
     (64, 64): HopperGradients(128, 64, 4, begin=6.0, step=1.5),
@@ -112,7 +112,7 @@ def gradients(problem: Problem) -> HopperGradients:
     """The tile of the backward."""
     if ordered(problem):
         return _ORDERED[gradient_dims(problem)]
-    small = arithmetic.capped(problem) or bias(problem) == 1
+    small = arithmetic.capped(problem) or problem.dropout > 0.0 or bias(problem) == 1
     return (_CAPPED if small else _GRADIENTS)[gradient_dims(problem)]
 
 

@@ -37,7 +37,7 @@ struct Rows {
             sums = sums_of(a.parts, tile);
             apart = 2 * of_keys * (64 * BLOCK_D);
             splits = a.splits, heads = heads_kv, length = a.keys, dim = which == OF_KEY ? a.dim : a.dim_v;
-            to = which == OF_KEY ? a.grad_key : a.grad_value, weight = which == OF_KEY ? a.scale : 1;
+            to = which == OF_KEY ? a.grad_key : a.grad_value, weight = which == OF_KEY ? a.scale : a.keep_scale;
             if (which == OF_VALUE) tile -= of_keys;
         }
         b = int(tile / tiles / heads), h = int(tile / tiles % heads), first = tile % tiles * 64;

@@ -63,7 +63,7 @@ struct BiasedWeigher : Weigher {
                     weight[e] = power(multiply_add(below, -UNIT, -rests.at[e]));
                     if (SOFTCAP && BIAS == BIAS_OF_ALL && score[e] == -INFINITE) weight[e] = 0;  // by s, it spills
                 }
-                if (SOFTCAP) packed[c / 2][c % 2 * 2 + m] = pack_pair<T>(weight[0], weight[1]);
+                if (SOFTCAP) packed[c / 2][c % 2 * 2 + m] = packed_pair(weight, c, m);
                 UNROLL for (int e = 0; e < 2; e++) {
                     const float tanh = larger(score[e], -1);
                     score[e] = SOFTCAP ? weight[e] * multiply_add(-tanh, tanh, 1) : weight[e];

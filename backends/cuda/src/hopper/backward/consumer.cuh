@@ -76,7 +76,7 @@ struct Consumer : OwnKeys<Shared, Step, Consumer> {
         weigher.differentiate(score_gradients, scores, step, [&](int c) { return number(shared.delta[at.stage], c); });
         if (BIAS) weigher.mend(score_gradients, scores, weights, step, bias());
         UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {  // side by side, so that a register comes free for each taken
-            if (!SOFTCAP) pack(weights[k], scores + 8 * k);
+            if (!SOFTCAP) weigher.pack_weights(weights[k], scores + 8 * k, k);
             pack(inner[k], score_gradients + 8 * k);
         }
     }

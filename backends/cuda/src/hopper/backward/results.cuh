@@ -35,7 +35,7 @@ DEVICE void store_gradient(const Arguments& a, const Keys& block, int first, flo
     }
     void* const gradient = which == OF_KEY ? a.grad_key : a.grad_value;
     const int dim = which == OF_KEY ? a.dim : a.dim_v;
-    const float scale = which == OF_KEY ? float(a.scale) : 1;
+    const float scale = which == OF_KEY ? float(a.scale) : DROPOUT ? float(a.keep_scale) : 1;
     UNROLL for (int m = 0; m < 2; m++) {
         const int row = first + row_of(m);
         const i64 line = gradient_row(a, which, block.plane(), block.head_kv, before + row, heads,
