@@ -271,6 +271,10 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
         # What is stored in 8 bits is widened by the warps of a block, of which an SM then has more.
         keys = 64 if on_tensor_cores(problem) and not problem.cache else 32
         tile = Tile(height, keys, height // 16, 3)
+        # In float32 the fewer stages, the more blocks an SM has, and the more can split keys.
+        staged = () if on_tensor_cores(problem) else (tile, replace(tile, stages=2), replace(tile, stages=1))
+        if fitting := tuple(tile for tile in staged if fits(tile, "forward", problem, on_chip)):
+            return fitting
     elif packs(problem) and problem.dtype != "float64":
         # 29 queries of 16/4 heads against 15,429 keys, D 96, B 58: 0.86 ms, and 1.79 each head alone; in float32, 11 of
         # 40/5 against 2,721, D 128, B 26: 0.80, and 1.23 (an H200).

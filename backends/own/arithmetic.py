@@ -16,6 +16,7 @@ __all__ = [
     "heads_a_section",
     "keep_scale",
     "padded",
+    "seen",
     "tiles",
 ]
 
@@ -86,6 +87,17 @@ def keep_scale(problem: Problem) -> float:
 def tiles(length: int, size: int) -> int:
     """How many tiles of ``size`` cover ``length``."""
     return -(-length // size)
+
+
+def seen(problem: Problem, rows: int) -> int:
+    """How many keys lie from the first to the last that ``rows`` queries in succession see by position, at most."""
+    p, (left, right) = problem, problem.reach
+    offset = p.seq_k - p.seq_q if p.bottom_right else 0
+    first = 0 if left is None else max(0, offset - left)
+    end = p.seq_k if right is None else min(p.seq_k, offset + p.seq_q + right)
+    if left is not None and right is not None:
+        end = min(end, first + left + right + rows)
+    return max(0, end - first)
 
 
 def padded(problem: Problem) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import random
 
 import pytest
 
@@ -50,3 +51,26 @@ def test_a_section_leaves_its_keys_and_values_in_the_cache() -> None:
     assert arithmetic.heads_a_section(long, queries=True) == 32
     assert arithmetic.heads_a_section(long.replace(seq_k=2**20, heads_q=4)) == 1
     assert arithmetic.heads_a_section(long.replace(seq_k=0), packed=True) == 16 * 2**20
+
+
+@pytest.mark.parametrize("how", ["", ".causal", ".causal-br", ".window=5,9", ".causal-br.window=7,0", ".window=*,3"])
+def test_keys_that_queries_in_succession_see_are_counted(how: str) -> None:
+    """At least the farthest apart that any of them see, and all where position hides none."""
+    draw = random.Random(how)
+    for _ in range(200):
+        queries, keys, together = draw.randint(1, 40), draw.randint(1, 40), draw.randint(1, 20)
+        p = Problem.parse(f"b1.h1.s{queries}x{keys}.d64.bf16{how}")
+        left, right = p.reach
+        offset = keys - queries if p.bottom_right else 0
+        most = 0
+        for first in range(queries):
+            seen = [
+                j
+                for i in range(first, min(queries, first + together))
+                for j in range(keys)
+                if (left is None or j >= i + offset - left) and (right is None or j <= i + offset + right)
+            ]
+            most = max(most, max(seen) - min(seen) + 1) if seen else most
+        assert most <= arithmetic.seen(p, together) <= keys
+        if not how or (together == 1 == queries):
+            assert arithmetic.seen(p, together) == most

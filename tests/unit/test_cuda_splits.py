@@ -60,6 +60,32 @@ def test_as_many_splits_as_blocks_that_take_turns_would_want(batch: int) -> None
     assert means[1] > 1.2 * min(means.values())
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("b13.h1.s26x7885.d80.bf16.causal", 1),  # 26 keys are seen: 16.3 us in 25 parts, 8.5 in one (an H200)
+        ("b1.h8.s64x8192.d64.bf16.window=100,100", 1),  # 265 are: 14.7 us in parts, 8.7 in one
+        ("b4.h64/8.s1x8192.d64.bf16.causal-br.window=127,0", 1),
+        ("b4.h64/8.s1x8192.d64.bf16.causal-br", 4),
+    ],
+)
+def test_keys_that_no_query_sees_are_not_divided(text: str, parts: int) -> None:
+    assert next(config.configs(Problem.parse(text), H200)).splits == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "parts"),
+    [
+        ("b10.h12.s32x2720.d128.fp32.causal-br", 1, 3),  # 258 us; with three stages, and whole, 444 (an H200)
+        ("b64.h16.s32x512.d128.fp32", 1, 1),
+        ("b10.h12.s32x2720.d64.fp32", 3, 3),  # they fit four times
+    ],
+)
+def test_stages_leave_room_for_other_blocks(text: str, stages: int, parts: int) -> None:
+    chosen = next(config.configs(Problem.parse(text), H200))
+    assert (chosen.forward.stages, chosen.splits) == (stages, parts)
+
+
 def test_what_is_asked_for_is_what_is_done() -> None:
     for batch, parts in itertools.product((1, 16, 128), (1, 3, 40)):
         assert [each.splits for each in config.configs(paged(batch, f".splits={parts}"), H200)] == [parts]

@@ -8,6 +8,7 @@ import math
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem
 
+from ...own import arithmetic
 from ..classes import per_class
 from ..launching import merging
 from . import choice, occupancy
@@ -49,7 +50,7 @@ def schedule(problem: Problem, device: Device, tile: Tile) -> tuple[float, int]:
     sm = occupancy.sm(device) if not tile.apart and choice.taken(problem, device) else None
     heads, group, at_once, slowness = _of_class(problem, tile, device.on_chip, sm)
     blocks = problem.batch * heads * -(-problem.seq_q * group // tile.queries)
-    tiles = -(-problem.seq_k // tile.keys)
+    tiles = -(-arithmetic.seen(problem, -(-tile.queries // group)) // tile.keys)
     if not blocks or not tiles:
         return 0, 1
     sms = device.sms or 64
@@ -75,13 +76,14 @@ def _of_parts(
 ) -> tuple[float, int]:
     """``schedule`` where a launch merges, which takes ``launch``, and ``part`` for each split.
 
-    Blocks share their SM, which each keeps ``busy`` to a part. Splits hold two tiles at least, and only fill what is
-    free.
+    Blocks share their SM, which each keeps ``busy`` to a part, and which has room for ``at_once``. Splits hold two
+    tiles at least, and only fill what is free.
     """
     best, least = 1, math.inf
     for splits in range(1, max(1, min(sms * at_once // blocks, tiles // 2, MOST_SPLITS)) + 1):
         together = -(-blocks * splits // sms)
-        cost = (-(-tiles // splits) + EXTRA) * max(1.0, together * busy) + (splits > 1) * (launch + part * splits)
+        longest = max(-(-together // at_once), together * busy)
+        cost = (-(-tiles // splits) + EXTRA) * max(1.0, longest) + (splits > 1) * (launch + part * splits)
         if cost < least:
             best, least = splits, cost
     return least, best
