@@ -79,6 +79,8 @@ def of_backend(name: str, work: Workload) -> Attend:
         raise Refused("; ".join(plan.why_not(named)), "refused" if named.reasons else "unavailable")
     attend: Callable[[], Any] = functools.partial(work.function, *operands, backend=backend, **keywords)
     if config:
+        if config not in configs(name, plan.problem, plan.device):
+            raise Refused(f"{name} has no config {config!r} for {plan.problem}")
         plan = replace(plan, chosen=replace(plan.chosen, config=config))
         attend = functools.partial(plan, *operands, **work.arrays())
     return (lambda: attend()[0]) if work.problem.lse else attend

@@ -354,6 +354,8 @@ def test_a_config_that_is_named_is_what_runs() -> None:
     whole, parts = (candidates.of_backend(name, work)() for name in ("tiled", "tiled 16x16"))
     torch.testing.assert_close(whole, parts)
     assert not torch.equal(whole, parts)  # sums in another order
+    with pytest.raises(Refused, match="no config '16x17'"):  # and no other instead of one that there is not
+        candidates.of_backend("tiled 16x17", work)
 
 
 def test_auto_is_the_dispatchers_own_choice() -> None:
