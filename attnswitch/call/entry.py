@@ -13,7 +13,6 @@ from attnswitch.call import options as read
 from attnswitch.call.attend import attend
 from attnswitch.call.options import Options, seed_of
 from attnswitch.call.per_head import PerHead
-from attnswitch.errors import Unsupported
 from attnswitch.machine.backend import Gradients
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
@@ -95,10 +94,8 @@ def run_plan(
             pass
         else:
             return (out, lse) if plan.problem.lse else out
-    if plan.backend is None:
-        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(plan.problem, layout)
-    return traced(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *given)
+    return traced(query, key, value, attn_mask, key_lengths, seed, plan.taker(), None, *given)
 
 
 def _compiling() -> bool:

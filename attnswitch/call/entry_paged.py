@@ -9,7 +9,6 @@ from attnswitch.call import options as read
 from attnswitch.call import paged
 from attnswitch.call.entry import check_plain, is_traced
 from attnswitch.call.paged import Beside
-from attnswitch.errors import Unsupported
 from attnswitch.planning.plan import Plan
 from attnswitch.planning.policy import Policy
 
@@ -36,9 +35,7 @@ def run_plan(plan: Plan, operands: _Operands, beside: Beside) -> Any:
         except Intercepted:
             pass
     p = plan.problem
-    if plan.backend is None:
-        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
-    return _operated(operands, paged.as_planned(beside, p), plan.backend, None, *read.said_by(p, "BHLD"))
+    return _operated(operands, paged.as_planned(beside, p), plan.taker(), None, *read.said_by(p, "BHLD"))
 
 
 def _operated(operands: _Operands, beside: Beside, *rest: Any) -> Any:

@@ -52,10 +52,8 @@ def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any, head
         except Intercepted:
             pass
     p = plan.problem
-    if plan.backend is None:
-        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
     given = read.said_by(p, "BHLD")
-    return _operated(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, plan.backend, None, *given, heads=heads)
+    return _operated(operands, cu_seqlens, (p.seq_q, p.seq_k), seed, plan.taker(), None, *given, heads=heads)
 
 
 def gradients(

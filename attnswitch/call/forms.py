@@ -85,13 +85,13 @@ def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, re
 
 
 def planned(asked: Asked, plan: Plan) -> Call:
-    """The call by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
-    p = plan.problem
+    """The call by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem; ``Unsupported``."""
+    p, backend = plan.problem, plan.taker()
     if asked.problem.replace(lse=p.lse) != p or (asked.problem.lse != p.lse and not asked.sinks_grad):
         raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
     if asked.problem != p:  # the lse, for the gradient of sinks
-        return called(asked, planner.require(plan).backend, None)
-    return _by(asked, *planner.compiled(planner.require(plan)))
+        return called(asked, backend, None)
+    return _by(asked, *planner.compiled(plan))
 
 
 def _by(asked: Asked, backend: Backend, kernel: Kernel) -> Call:

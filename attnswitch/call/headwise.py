@@ -84,17 +84,17 @@ def run_plan(
     heads: PerHead,
 ) -> Any:
     """The same by what ``plan`` chose, which in a graph is the backend alone."""
-    if entry.is_traced(query):
-        said = read.said_by(plan.problem, layout)
-        return _composed(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *said, heads=heads)
-    seed = None if seed is None else read.seed_of(seed)
-    options = read.of_problem(plan.problem, layout)
-    try:
-        asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
-    except Intercepted:
-        said = read.said_by(plan.problem, layout)
-        return _composed(query, key, value, attn_mask, key_lengths, seed, plan.backend, None, *said, heads=heads)
-    return forms.run(forms.planned(asked, plan))
+    if not entry.is_traced(query):
+        seed = None if seed is None else read.seed_of(seed)
+        options = read.of_problem(plan.problem, layout)
+        try:
+            asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)
+        except Intercepted:
+            pass
+        else:
+            return forms.run(forms.planned(asked, plan))
+    said = read.said_by(plan.problem, layout)
+    return _composed(query, key, value, attn_mask, key_lengths, seed, plan.taker(), None, *said, heads=heads)
 
 
 def problem_of(

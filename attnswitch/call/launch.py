@@ -15,7 +15,7 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
 from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import Options
-from attnswitch.errors import InvalidProblem, Unsupported
+from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Backward, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
 from attnswitch.machine.inputs import heads_last
@@ -257,8 +257,7 @@ def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:
 
 def _planned(plan: Plan, problem: Problem) -> tuple[Backend, Kernel]:
     """What ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
-    if plan.chosen is None:
-        raise Unsupported(f"the plan chose nothing\n{plan}", plan)
+    plan.taker()  # before anything else is found wrong
     if plan.problem == problem:
         return planner.compiled(plan)
     if problem == plan.problem.replace(nonfinite=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Never
 
-from attnswitch.errors import InvalidProblem
+from attnswitch.errors import InvalidProblem, Unsupported
 from attnswitch.machine import one_by_one, registry
 from attnswitch.machine.backend import Standing
 from attnswitch.machine.device import Device
@@ -51,6 +51,12 @@ class Plan:
     def backend(self) -> str | None:
         """Name of the chosen backend."""
         return self.chosen.backend if self.chosen else None
+
+    def taker(self) -> str:
+        """Name of the chosen backend, for whoever calls it. Raises ``Unsupported`` where nothing was chosen."""
+        if self.chosen is None:
+            raise Unsupported(f"the plan chose nothing\n{self}", self)
+        return self.chosen.backend
 
     @property
     def open(self) -> bool:

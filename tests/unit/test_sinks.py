@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from formula import written_out
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnswitch
 from attnswitch import InvalidProblem, Unsupported
@@ -170,6 +171,27 @@ def test_a_plan_is_the_call() -> None:
     out = stepping(*leaves, sinks=sinks)
     by_plan, by_call = (torch.autograd.grad(x.sum(), sinks) for x in (out, attention(*leaves, sinks=sinks)))
     torch.testing.assert_close(by_plan, by_call)
+
+
+@pytest.mark.parametrize("way", ["at once", "in a graph", "in a mode", "in a transform"])
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_a_plan_that_chose_nothing_says_so(name: str, way: str) -> None:
+    torch._dynamo.reset()
+    q, k, v, numbers = tensors(Q, K, V, np.ones(HQ), dtype=torch.float32)
+    plan = attnswitch.explain(q, k, v, backend="sdpa-flash", **{name: numbers})
+    assert plan.backend is None
+
+    def call(query: Any) -> Any:
+        return plan(query, k, v, **{name: numbers})
+
+    def in_a_mode(query: Any) -> Any:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return call(mode.from_tensor(query))
+
+    graph, transform = torch.compile(call, backend="eager"), torch.func.vmap(call)
+    ways = {"at once": call, "in a graph": graph, "in a mode": in_a_mode, "in a transform": transform}
+    with pytest.raises(Unsupported, match="the plan chose nothing"):
+        ways[way](q[None] if way == "in a transform" else q)
 
 
 def test_its_text() -> None:
