@@ -16,7 +16,6 @@ from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import no_name
 from attnswitch.call.run import to_caller, to_native
 from attnswitch.call.seeds import drawn_seed
-from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Gradients, GradientsWithSinks, Inputs, Kernel, Order
 from attnswitch.machine.device import Device
 from attnswitch.planning import planner
@@ -85,12 +84,13 @@ def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, re
 
 
 def planned(asked: Asked, plan: Plan) -> Call:
-    """The call by what ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem; ``Unsupported``."""
-    p, backend = plan.problem, plan.taker()
-    if asked.problem.replace(lse=p.lse) != p or (asked.problem.lse != p.lse and not asked.sinks_grad):
-        raise InvalidProblem(f"the plan is for {p}, and the call is {asked.problem}: make a plan for it")
-    if asked.problem != p:  # the lse, for the gradient of sinks
-        return called(asked, backend, None)
+    """The call by what ``plan`` chose. Raises what ``Plan.check`` raises."""
+    if plan.problem.nonfinite:  # which takes other operands too
+        asked = asked._replace(problem=asked.problem.replace(nonfinite=True))
+    problem = asked.problem
+    plan.check(problem.replace(lse=plan.problem.lse) if asked.sinks_grad else problem)
+    if problem != plan.problem:  # the lse, for the gradient of sinks
+        return called(asked, plan.taker(), None)
     return _by(asked, *planner.compiled(plan))
 
 

@@ -15,7 +15,6 @@ from attnswitch.call import finite, recording
 from attnswitch.call.describe import describe, lengths_beside, swap_heads
 from attnswitch.call.measuring import at_sight
 from attnswitch.call.options import Options
-from attnswitch.errors import InvalidProblem
 from attnswitch.machine.backend import Backend, Backward, Forward, Gradients, Inputs, Kernel, Shows
 from attnswitch.machine.device import Device
 from attnswitch.machine.inputs import heads_last
@@ -169,7 +168,8 @@ class Request:
         device = Device.of(*where)
         lasting = True
         if self.plan is not None:
-            backend, kernel = _planned(self.plan, problem)
+            self.plan.check(problem)
+            backend, kernel = planner.compiled(self.plan)
         else:
             lasting = at_sight(problem, device, self.backend, self.policy)
             restarts = self.grads is not None
@@ -253,19 +253,6 @@ def lies_alike(alike: Callable[..., bool] | None, *operands: Any) -> bool:
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
-
-
-def _planned(plan: Plan, problem: Problem) -> tuple[Backend, Kernel]:
-    """What ``plan`` chose. Raises ``InvalidProblem`` where it is for another problem."""
-    plan.taker()  # before anything else is found wrong
-    if plan.problem == problem:
-        return planner.compiled(plan)
-    if problem == plan.problem.replace(nonfinite=True):
-        raise InvalidProblem(
-            f"query, key or value holds NaN or inf, and the plan chose {plan.backend} for operands without:"
-            " attention chooses for such a call, or make a plan for it"
-        )
-    raise InvalidProblem(f"the plan is for {plan.problem}, and the call is {problem}: make a plan for it")
 
 
 def _is_native(launch: Launch) -> bool:

@@ -58,6 +58,18 @@ class Plan:
             raise Unsupported(f"the plan chose nothing\n{self}", self)
         return self.chosen.backend
 
+    def check(self, problem: Problem) -> None:
+        """Raises ``Unsupported`` where nothing was chosen, ``InvalidProblem`` where the plan is not for ``problem``."""
+        self.taker()
+        if problem == self.problem:
+            return
+        if problem == self.problem.replace(nonfinite=True):
+            raise InvalidProblem(
+                f"query, key or value holds NaN or inf, and the plan chose {self.backend} for operands without:"
+                " attention chooses for such a call, or make a plan for it"
+            )
+        raise InvalidProblem(f"the plan is for {self.problem}, and the call is {problem}: make a plan for it")
+
     @property
     def open(self) -> bool:
         """Whether measuring could change the choice: it is free, and between backends of which not all were."""

@@ -173,6 +173,17 @@ def test_a_plan_is_the_call() -> None:
     torch.testing.assert_close(by_plan, by_call)
 
 
+def test_a_plan_and_nan() -> None:
+    poisoned = Q.copy()
+    poisoned[0, 0, 3, 5] = np.nan
+    with pytest.raises(InvalidProblem, match=r"query, key or value holds NaN or inf, .* attention chooses"):
+        attnswitch.plan(Q, K, V, sinks=SINKS)(poisoned, K, V, sinks=SINKS)
+    plan = attnswitch.plan(poisoned, K, V, sinks=SINKS)
+    assert plan.problem.nonfinite
+    assert np.isnan(plan(poisoned, K, V, sinks=SINKS)[0, 0, 3]).all()
+    np.testing.assert_allclose(plan(Q, K, V, sinks=SINKS), attention(Q, K, V, sinks=SINKS), atol=1e-12)
+
+
 @pytest.mark.parametrize("way", ["at once", "in a graph", "in a mode", "in a transform"])
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
 def test_a_plan_that_chose_nothing_says_so(name: str, way: str) -> None:
