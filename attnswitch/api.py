@@ -1,4 +1,7 @@
-"""The public functions. Each reads what it was told, and hands it to the one path of a call (``attnswitch.call``)."""
+"""The public functions on batches, and plans. Each reads what it was told, and hands it on to ``attnswitch.call``.
+
+Calls of dense operands go by ``attend`` there; those with sinks or slopes by ``headwise``.
+"""
 
 from __future__ import annotations
 

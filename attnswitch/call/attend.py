@@ -1,4 +1,7 @@
-"""Every call comes by here: its facts find a launch, or build one, and that is run. There is no second way."""
+"""Calls of dense operands, and maybe of a mask and lengths: their facts find a launch, or build one, and that is run.
+
+Calls with sinks, slopes, offsets or pages go by ``forms``, and by ``alike`` once one like them is known.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls as they come in: by the one path, or by the operators where torch looks at them before their tensors do."""
+"""Calls of dense operands as they come in, and plans of any form.
+
+They go by ``attend``, or by the operators where torch looks at them before their tensors do.
+"""
 
 from __future__ import annotations
 

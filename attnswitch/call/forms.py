@@ -1,6 +1,7 @@
-"""The way of a call that is more than operands which lie as before, or has another form.
+"""The way of a call with sinks, slopes, offsets or pages, which ``headwise``, ``varlen`` and ``paged`` read.
 
-What is asked -> who is chosen, and the kernel, once for equal problems -> results.
+What is asked -> who is chosen, and the kernel, once for equal problems -> results. Calls that are like one before take
+the way that ``alike`` knows; those of dense operands go by ``attend`` and ``launch``.
 """
 
 from __future__ import annotations
