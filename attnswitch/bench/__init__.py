@@ -1,8 +1,16 @@
-"""Backends timed side by side with their peers, in one run.
+"""Backends timed side by side with their peers; and what a problem has to cost, before anything runs.
 
-``suites`` reads what is measured, ``workload`` makes a row's tensors, ``candidates`` and ``peers`` make calls of them,
-``steps`` runs them, ``deviation`` holds each result against the answer, ``noise`` says what dropout adds, ``run`` puts
-it together and yields ``record``s, ``document`` writes them down, ``table`` as CSV. ``compare`` holds two runs against
-each other, ``plots`` draws one. The protocol of the clock is ``attnswitch.bench.measure``. ``beside`` times one backend
-among the others for ``verify --speed``. ``overhead`` stands apart: it times small calls, by the host's clock.
+run         rows measured one after the other, as records; document writes them down, table as CSV
+suites      what is measured; workload makes a row's tensors
+candidates  calls of a workload, by backends and by peers; varlen_peers has those of sequences without padding
+steps       one step of an application; deviation holds its result against the answer, noise says what dropout adds
+measure     the clock of a device, candidates in turn; loops has the application's, timed the pace of one call by it
+compare     two runs held against each other; plots draws one
+beside      one backend among the others, for ``verify --speed``
+choice      whether the choice is right, on problems that drawn draws
+generate    tokens per second of a model
+resident    resident memory of a call on the CPU
+overhead    what a small call costs beside torch's own
+estimate    what a problem has to cost; traffic counts its bytes
+ranks       the same of a sequence dealt among ranks: by splits, links, the pace of a call and the clock of rings
 """
