@@ -183,7 +183,7 @@ def _empty(problem: Problem) -> bool:
 
 
 def _two_at_once(query: Any, key: Any, _: Any) -> bool:
-    """What is between query and itself, by key, is query or NaN, which equals nothing."""
+    """``lerp(q, q, k)`` is q, unless q or k is not finite: then it is NaN, which never compares equal."""
     return query.lerp(query, key).equal(query)  # type: ignore[no-any-return]
 
 

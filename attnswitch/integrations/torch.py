@@ -48,9 +48,9 @@ def install(backend: str | None = None, policy: Policy | str | None = None) -> N
 
     Whoever looks the function up in ``torch.nn.functional`` gets it, ``nn.MultiheadAttention`` and the transformer
     layers included: their fast path, which calls no attention function, is switched off until ``uninstall``. A module
-    that imported the function by name before keeps torch's. Calls within ``torch.nn.attention.sdpa_kernel``, which
-    names kernels of torch's, go to torch, and so do those that ``torch.jit.trace`` and ``torch.jit.script`` record, and
-    those of torch's ``context_parallel``, whose ring is of its own operators.
+    that imported the function by name before keeps torch's. Three kinds of calls stay torch's: those within
+    ``torch.nn.attention.sdpa_kernel``, which names kernels of torch's; those that ``torch.jit.trace`` and
+    ``torch.jit.script`` record; and those of torch's ``context_parallel``, whose ring is of its own operators.
     Installed again, only ``backend`` and ``policy`` change.
 
     Args:

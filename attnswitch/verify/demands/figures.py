@@ -24,9 +24,9 @@ class Class(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """Cases that were drawn, those that were taken, those of them that were right; and why others were refused.
+    """How many cases were drawn, how many of them taken, and how many of those right; and why the others were refused.
 
-    Of those that were not taken, ``absent`` counts the ones for which the backend said that it cannot run here.
+    ``absent`` counts those that were not taken because the backend cannot run here.
     """
 
     drawn: int = 0

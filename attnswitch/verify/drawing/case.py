@@ -31,7 +31,7 @@ class MaskRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """How each operand lies in memory; the kinds are in ``attnswitch.verify.launch.layouts``."""
+    """How each operand lies in memory; the kinds are in ``attnswitch.verify.drawing.placings``."""
 
     query: str = "contiguous"
     key: str = "contiguous"
