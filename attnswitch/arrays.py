@@ -56,6 +56,16 @@ class Facts(NamedTuple):
     grad: bool = False
 
     @property
+    def by_dlpack(self) -> bool:
+        """Whether the caller's library is known by DLPack alone."""
+        return self.library not in ("numpy", "cupy", "torch")
+
+    @property
+    def taken_as(self) -> str:
+        """The library whose array ``take`` gives."""
+        return "torch" if self.by_dlpack else self.library
+
+    @property
     def memory(self) -> Memory:
         """How it lies in memory, with what has no effect (strides of axes of length 1) left out."""
         shape, strides, bits = self.shape, self.strides, self.offset

@@ -194,7 +194,6 @@ _mask_over = functools.cache(Mask)
 def lengths_beside(lengths: Any, query: Facts, seq_k: int, role: str = "key_lengths", most: str = "Lk") -> Array:
     """``role`` as an integer array (B,) beside query; host values are checked against 0..Lk, which ``most`` names."""
     batch = query.shape[0]
-    library = query.library if query.library in ("numpy", "cupy") else "torch"
     if query.device[0] == "cuda" and arrays.library_of(lengths):
         host, facts = arrays.take(lengths, role)
         if facts.device[0] == "cpu" and facts.dtype in INTEGERS:  # like a list
@@ -205,7 +204,7 @@ def lengths_beside(lengths: Any, query: Facts, seq_k: int, role: str = "key_leng
         ):
             raise InvalidProblem(f"{role}={lengths!r}: expected {batch} integers, one for each batch entry")
         _check_lengths([int(n) for n in lengths], seq_k, role, most)
-        lengths = arrays.lengths_as_array([int(n) for n in lengths], library, query.device)
+        lengths = arrays.lengths_as_array([int(n) for n in lengths], query.taken_as, query.device)
         facts = arrays.facts(lengths, role)
     else:
         lengths, facts = arrays.take(lengths, role)

@@ -201,7 +201,7 @@ def _ask(
     kind = query.device[0]
     if finite.looked_for(finite.when(), kind) and not finite.finite(problem, kind, tuple(given[:3])):
         problem = problem.replace(nonfinite=True)
-    caller = None if query.library in ("numpy", "cupy", "torch") else operands[0]
+    caller = operands[0] if query.by_dlpack else None
     where = Device.of(*query.device), inputs, arrays.library_of(given[0]), caller, query
     return Asked(problem, *where, Order(turned), options.return_lse, beside.given, beside.grad)
 

@@ -187,7 +187,7 @@ def _ask(operands: tuple[Array, Array, Array], beside: Beside, options: Options)
     )
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
-    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
+    caller = operands[0] if q.by_dlpack else None
     where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q
     return Asked(problem, *where, Order(turned=True, packed=problem.varlen), options.return_lse)
 
@@ -269,7 +269,6 @@ def _bits(given: Any, query: Facts, longest: int) -> Array:
 def _table(given: Any, query: Facts) -> tuple[Array, Any]:
     """The block table beside query, (B, M), and as NumPy's where it is read without waiting."""
     numpy: Any = importlib.import_module("numpy")
-    library = query.library if query.library in ("numpy", "cupy") else "torch"
     what = "expected integers (B, M), the pages of each sequence"
     if arrays.library_of(given):
         array, facts = arrays.take(given, "block_table")
@@ -293,7 +292,7 @@ def _table(given: Any, query: Facts) -> tuple[Array, Any]:
         if len(host.shape) != 2 or (host.size and host.dtype.kind not in "iu"):
             raise InvalidProblem(f"block_table={text_of(given)}: {what}")
     host = host.astype("int64")
-    return arrays.lengths_as_array(host, library, query.device), host
+    return arrays.lengths_as_array(host, query.taken_as, query.device), host
 
 
 def _on_host(lengths: Any) -> list[int] | None:

@@ -71,7 +71,7 @@ def run_prepared(
 def caller_of(launch: Launch, operands: Sequence[Array]) -> Array | None:
     """An array of the caller's library, where that is known by DLPack alone."""
     assert launch.facts[0] is not None
-    return None if launch.facts[0].library in ("numpy", "cupy", "torch") else operands[0]
+    return operands[0] if launch.facts[0].by_dlpack else None
 
 
 def inputs_of(asked: Request, launch: Launch, given: Sequence[Array], key_lengths: Any, seed: int | None) -> Inputs:

@@ -191,7 +191,7 @@ def _ask(
     inputs = inputs._replace(sinks=beside.sinks, alibi_slopes=beside.alibi_slopes)
     if finite.looked_for(finite.when(), q.device[0]) and not _finite(problem, inputs, q.device[0]):
         problem = problem.replace(nonfinite=True)
-    caller = None if q.library in ("numpy", "cupy", "torch") else operands[0]
+    caller = operands[0] if q.by_dlpack else None
     where = Device.of(*q.device), inputs, arrays.library_of(given[0]), caller, q, Order(turned=True, packed=True)
     return Asked(problem, *where, options.return_lse, beside.given, beside.grad)
 
@@ -282,8 +282,7 @@ def offsets_of(given: Any, limit: Any, name: str, rows: int, query: Facts) -> tu
         check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
         asked = _longest(edges) if asked is None else asked
     if offsets is None:
-        library = query.library if query.library in ("numpy", "cupy") else "torch"
-        offsets = arrays.lengths_as_array(edges or (), library, query.device)
+        offsets = arrays.lengths_as_array(edges or (), query.taken_as, query.device)
     if asked is None:  # for which the host waits
         asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
     return offsets, asked
