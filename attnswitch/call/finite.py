@@ -133,7 +133,7 @@ def shows(problem: Problem) -> Callable[[Any], bool]:
 def _hides(problem: Problem, kind: str) -> bool:
     """Whether a value may be weighted with 0 that is no weight of its score; GPUs were not tried without."""
     p = problem
-    hides = p.mask is not None or p.key_lengths or p.dropout > 0.0 or (p.positional and not p.sees_all)
+    hides = p.mask is not None or p.key_lengths or p.dropout > 0.0 or p.hides_by_position
     return hides or p.varlen or kind != "cpu"
 
 

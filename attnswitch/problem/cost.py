@@ -62,6 +62,16 @@ def mask_bytes(problem: Problem) -> int:
     return b * h * q * k * problem.element("attn_mask")
 
 
+def hiding_elements(problem: Problem) -> int:
+    """Elements of one mask of all that hides: lengths and positions among them; broadcast axes count once."""
+    p = problem
+    axes = "" if p.mask is None else p.mask.axes
+    batch = p.batch if "b" in axes or p.key_lengths else 1
+    heads = p.heads_q if "h" in axes else 1
+    queries = p.seq_q if "q" in axes or p.hides_by_position else 1
+    return batch * heads * queries * p.seq_k
+
+
 def least_bytes(problem: Problem, *, backward: bool = False) -> int:
     """Bytes that any algorithm moves: each operand read once, each result written once.
 

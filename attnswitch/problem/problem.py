@@ -344,6 +344,11 @@ class Problem(_Fields):
         return self.causal and self.window is None and decode and (self.page > 0 or not self.key_lengths)
 
     @property
+    def hides_by_position(self) -> bool:
+        """Whether causal or window may hide something."""
+        return self.positional and not self.sees_all
+
+    @property
     def needs_mask(self) -> bool:
         """Whether a kernel that knows plain causal only needs a mask for it, of up to Lq x Lk elements."""
         return self.mask is not None or self.irregular

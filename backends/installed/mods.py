@@ -20,7 +20,7 @@ def spans(problem: Problem) -> tuple[bool, bool] | None:
     """Whether what hides differs between batch entries, and between heads; None where nothing hides."""
     p = problem
     boolean = p.mask.axes if p.mask is not None and p.mask.is_bool else None
-    if boolean is None and not p.key_lengths and (not p.positional or p.sees_all):
+    if boolean is None and not p.key_lengths and not p.hides_by_position:
         return None
     return p.key_lengths or "b" in (boolean or ""), "h" in (boolean or "")
 
@@ -28,7 +28,7 @@ def spans(problem: Problem) -> tuple[bool, bool] | None:
 def visible(problem: Problem, lengths: Any, mask: Any) -> Mod:
     """Whether query i sees key j. Only what the problem needs is computed: each condition costs time in the kernel."""
     p = problem
-    left, right = p.reach if p.positional and not p.sees_all else (None, None)
+    left, right = p.reach if p.hides_by_position else (None, None)
     boolean = mask if p.mask is not None and p.mask.is_bool else None
 
     def mod(b: Any, h: Any, i: Any, j: Any) -> Any:

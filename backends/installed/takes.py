@@ -152,7 +152,7 @@ def _of_gradients(takes: Takes, problem: Problem) -> Iterator[str]:
 
 def sided(problem: Problem, unlimited: int | None) -> tuple[int | None, int | None]:
     """The window as (left, right), causal included, both ends inclusive; ``unlimited`` stands for no limit."""
-    left, right = problem.reach if problem.positional and not problem.sees_all else (None, None)
+    left, right = problem.reach if problem.hides_by_position else (None, None)
     return (unlimited if left is None else left), (unlimited if right is None else right)
 
 

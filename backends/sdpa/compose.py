@@ -41,7 +41,7 @@ class Composer:
         self.dtype: torch.dtype = getattr(torch, p.dtype)
         self.scores = p.batch, p.heads_q, p.seq_q, p.seq_k
         axes = p.mask.axes if p.mask else ""
-        positional = p.positional and not p.sees_all
+        positional = p.hides_by_position
         spans = ("b" in axes or p.key_lengths, "h" in axes, "q" in axes or positional)
         #: Rows of the bias, (B or 1, Hq or 1, Lq or 1), and its steps, 0 where it is broadcast.
         self.rows = b, h, q = tuple(size if spanned else 1 for size, spanned in zip(self.scores, spans, strict=False))

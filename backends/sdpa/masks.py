@@ -214,7 +214,7 @@ def _together(problem: Problem, inputs: Inputs, dtype: torch.dtype | None) -> to
 def positions(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     """Visibility by position and length, (B or 1, 1, Lq or 1, Lk); None where nothing is hidden that way."""
     p, device, lengths = problem, inputs.query.device, inputs.key_lengths
-    reach = p.reach if p.positional and not p.sees_all else (None, None)
+    reach = p.reach if p.hides_by_position else (None, None)
     kept = lengths is None and device.type == "cpu" and p.seq_q * p.seq_k <= _KEPT
     return (_kept if kept else _visible)(p.seq_q, p.seq_k, p.bottom_right, reach, device, lengths)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from attnswitch.problem import DTYPES, Problem, cost
 
 __all__ = ["composed", "with_bias", "with_scores", "with_sums"]
@@ -14,17 +12,17 @@ def composed(problem: Problem, accepted: tuple[str, ...]) -> int:
     p = problem
     if not p.needs_mask:
         return 0
-    positional = p.positional and not p.sees_all
+    seen = p.hides_by_position or p.key_lengths  # of which there is a tensor
     item = 0 if p.mask is None else p.element("attn_mask")
     made = DTYPES[accepted[0]]
     if p.mask is not None and p.adds_mask:
         made = item if p.mask.dtype in accepted else item + DTYPES[accepted[-1]]
-        if not positional and not p.key_lengths:
-            return _elements(p) * (made - item)
-        return _elements(p) * (made + 2)  # of what is visible, and what is not, a byte each
-    if positional or p.key_lengths:
-        return _elements(p) * (made + 1 + item)
-    return _elements(p) * made
+        if not seen:
+            return cost.hiding_elements(p) * (made - item)
+        return cost.hiding_elements(p) * (made + 2)  # of what is visible, and what is not, a byte each
+    if seen:
+        return cost.hiding_elements(p) * (made + 1 + item)
+    return cost.hiding_elements(p) * made
 
 
 def with_scores(problem: Problem) -> int:
@@ -46,7 +44,7 @@ def with_bias(problem: Problem) -> int:
     p = problem
     if not p.needs_mask:
         return 0
-    rows = _elements(p) // max(p.seq_k, 1)
+    rows = cost.hiding_elements(p) // max(p.seq_k, 1)
     extra = rows * (p.seq_k + -p.seq_k % 8) * DTYPES[p.dtype]
     if "m" in p.grads:
         extra += p.batch * p.heads_q * p.seq_q * p.seq_k * DTYPES[p.dtype]
@@ -60,13 +58,3 @@ def with_sums(problem: Problem) -> int:
         return 0
     written_out = 0 if p.group == 1 else 2 * p.group * cost.kv_bytes(p)
     return p.batch * p.heads_q * p.seq_q * p.dim_qk * DTYPES["float32"] + written_out
-
-
-def _elements(problem: Problem) -> int:
-    """Elements of all that hides as one mask."""
-    p = problem
-    axes = "" if p.mask is None else p.mask.axes
-    positional = p.positional and not p.sees_all
-    spans = ("b" in axes or p.key_lengths, "h" in axes, "q" in axes or positional, True)
-    sizes = (p.batch, p.heads_q, p.seq_q, p.seq_k)
-    return math.prod(size for size, spanned in zip(sizes, spans, strict=True) if spanned)

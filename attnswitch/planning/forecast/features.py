@@ -110,13 +110,7 @@ def host_features(p: Problem) -> tuple[float, ...]:
 
 def _bias_bytes(p: Problem) -> int:
     """Of the one mask that torch's operators are given for all that hides."""
-    if not p.needs_mask:
-        return 0
-    axes = "" if p.mask is None else p.mask.axes
-    batch = p.batch if "b" in axes or p.key_lengths else 1
-    heads = p.heads_q if "h" in axes else 1
-    queries = p.seq_q if "q" in axes or (p.positional and not p.sees_all) else 1
-    return batch * heads * queries * p.seq_k * DTYPES[p.dtype]
+    return cost.hiding_elements(p) * DTYPES[p.dtype] if p.needs_mask else 0
 
 
 def _log(ratio: float) -> float:
