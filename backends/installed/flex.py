@@ -19,7 +19,7 @@ from attnswitch.machine.backend import Inputs, Precision, Standing
 from attnswitch.machine.device import Device
 from attnswitch.problem import Problem, cost
 
-from ..own.through_torch import with_sign
+from ..own.through_torch import with_sign, without_padding
 from . import mods, takes
 from .base import Attend, InstalledBackend, called
 from .package import Package
@@ -143,7 +143,7 @@ class FlexBackend(InstalledBackend):
         def attend(inputs: Inputs, stated: bool) -> tuple[Any, Any]:
             lengths = None if inputs.key_lengths is None else with_sign(inputs.key_lengths)
             inputs = inputs._replace(attn_mask=_stepless(inputs.attn_mask), key_lengths=_stepless(lengths))
-            query, key, value = mods.without_padding(inputs)
+            query, key, value = without_padding(inputs)[:3]
             block_mask = None if axes is None else ready(inputs.query.device) if fixed else blocks(inputs)
             beside = mods.added(p, inputs), inputs.alibi_slopes, inputs.key_lengths
             try:

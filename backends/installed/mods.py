@@ -10,7 +10,7 @@ from typing import Any
 from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
-__all__ = ["added", "score", "spans", "visible", "without_padding"]
+__all__ = ["added", "score", "spans", "visible"]
 
 #: Of indices b, h, i and j that broadcast.
 Mod = Callable[..., Any]
@@ -71,21 +71,6 @@ def score(problem: Problem, bias: Any, slopes: Any, lengths: Any) -> Mod | None:
 def added(problem: Problem, inputs: Inputs) -> Any:
     """The float mask, if there is one."""
     return inputs.attn_mask if problem.adds_mask else None
-
-
-def without_padding(inputs: Inputs) -> tuple[Any, Any, Any]:
-    """Query, key and value, the latter two zeroed past the lengths: what lies there does not exist, NaN included.
-
-    On the CPU NaN there is seen, and such a call does not come here.
-    """
-    query, key, value = inputs[:3]
-    if inputs.key_lengths is None or query.device.type == "cpu":
-        return query, key, value
-    import torch
-
-    past = torch.arange(key.shape[2], device=key.device) >= inputs.key_lengths[:, None]
-    past = past[:, None, :, None]
-    return query, key.masked_fill(past, 0.0), value.masked_fill(past, 0.0)
 
 
 def _centre(problem: Problem, lengths: Any, b: Any, i: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Reasons against problems, and machines, that backends share which are called through torch."""
+"""What backends share that are called through torch: reasons against problems and machines, and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from attnswitch.machine.backend import Inputs
 from attnswitch.problem import Problem
 
 from .requirements import aligned
 
-__all__ = ["fits_grid", "no_gpu", "readable", "with_sign"]
+__all__ = ["fits_grid", "no_gpu", "readable", "with_sign", "without_padding"]
 
 
 def readable(problem: Problem) -> Iterator[str]:
@@ -43,3 +44,17 @@ def with_sign(integers: Any) -> Any:
     import torch  # slow to import
 
     return integers if integers.dtype in (torch.int32, torch.int64) else integers.long()
+
+
+def without_padding(inputs: Inputs) -> Inputs:
+    """Keys and values past the lengths zeroed in a copy: what lies there does not exist, NaN included.
+
+    On the CPU NaN there is seen, and such a call does not come here.
+    """
+    if inputs.key_lengths is None or inputs.query.device.type == "cpu":
+        return inputs
+    import torch  # slow to import
+
+    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= with_sign(inputs.key_lengths)[:, None]
+    past = past[:, None, :, None]
+    return inputs._replace(key=inputs.key.masked_fill(past, 0.0), value=inputs.value.masked_fill(past, 0.0))

@@ -15,7 +15,7 @@ from attnswitch.machine.differentiated import gradients, leaf, leaves
 from attnswitch.problem import Problem
 
 from ..own import autocast
-from ..own.through_torch import no_gpu, with_sign
+from ..own.through_torch import no_gpu, without_padding
 from . import masks
 from .backward import Given
 from .grouped import GroupedKernel, grouped
@@ -146,7 +146,7 @@ class SdpaKernel(Kernel):
             return _empty(p, inputs)
         if self.compose is None:
             return self._launched(inputs, self.plain)
-        inputs = _without_padding(inputs)
+        inputs = without_padding(inputs)
         hiding = self.compose(inputs)
         out, lse = self._launched(inputs, hiding)
         if hiding.dead is not None:
@@ -242,7 +242,7 @@ class SdpaKernel(Kernel):
             raise Unsupported(
                 f"dropout_p={p.dropout}: torch's operators keep the state of their generator to themselves"
             )
-        inputs = _without_padding(inputs)
+        inputs = without_padding(inputs)
         hiding = self.plain if self.compose is None else self.compose(inputs, lifted=True)
         query, key, value = (self.fit(operand) for operand in inputs[:3])
         out, grad_out = (self.fit(x.to(query.dtype)) for x in (out, grad_out))
@@ -267,15 +267,3 @@ def _empty(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
         out = out + inputs.attn_mask.flatten()[:0].sum()  # type: ignore[union-attr]
     lse_dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype) if problem.lse else None
-
-
-def _without_padding(inputs: Inputs) -> Inputs:
-    """Keys and values past the lengths zeroed in a copy: what lies there does not exist, NaN included.
-
-    On the CPU NaN there is seen, and such a call does not come here.
-    """
-    if inputs.key_lengths is None or inputs.query.device.type == "cpu":
-        return inputs
-    past = torch.arange(inputs.key.shape[2], device=inputs.key.device) >= with_sign(inputs.key_lengths)[:, None]
-    past = past[:, None, :, None]
-    return inputs._replace(key=inputs.key.masked_fill(past, 0.0), value=inputs.value.masked_fill(past, 0.0))
