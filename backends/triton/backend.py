@@ -14,6 +14,7 @@ from attnswitch.machine.device import Device, release
 from attnswitch.problem import CACHES, Problem
 
 from ..own import regimes, requirements
+from ..own.through_torch import readable
 from . import config as configs
 from .config import TritonConfig
 from .operands import uneven
@@ -112,11 +113,7 @@ def _reasons(problem: Problem, device: Device) -> Iterator[str]:
     for name in ("dim_qk", "dim_v"):
         if (dim := getattr(problem, name)) > configs.MOST_COLUMNS:
             yield f"{name}={dim}: head dimensions are tried up to {configs.MOST_COLUMNS}"
-    for role in ("query", "key", "value", "attn_mask"):
-        if getattr(problem, role).negative:
-            yield f"{role} runs backwards in memory: torch has no negative strides; pass a copy"
-        elif reason := requirements.aligned(problem, role):
-            yield reason
+    yield from readable(problem)
     if problem.page and (roles := set(uneven(problem)) - {"query"}):
         yield (
             f"page={problem.page}: rows of {' and '.join(sorted(roles))} do not lie in steps of 16 bytes, and a copy of"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from attnswitch.problem import Problem
 
-__all__ = ["launched", "saved_rows"]
+from ...own.arithmetic import PADDING
 
-#: Rows of the largest tile.
-_SAVED = 128
+__all__ = ["launched", "saved_rows"]
 
 
 def launched(p: Problem) -> Problem:
@@ -22,4 +21,4 @@ def launched(p: Problem) -> Problem:
 
 def saved_rows(rows: int, sequences: int) -> int:
     """Rows of a head in what the backward keeps of ``rows``: whole tiles for each sequence, however long they are."""
-    return (rows // _SAVED + sequences) * _SAVED if sequences else 0
+    return (rows // PADDING + sequences) * PADDING if sequences else 0
