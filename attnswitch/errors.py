@@ -33,26 +33,26 @@ class InvalidProblem(AttnswitchError, ValueError, RuntimeError):
     """The arguments do not describe an attention problem. A ``RuntimeError`` too, as torch's own call mostly raises."""
 
 
-class Unsupported(AttnswitchError, NotImplementedError):
+class _OfPlan(AttnswitchError):
+    """One that a plan explains."""
+
+    def __init__(self, message: str, plan: Any = None) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+class Unsupported(_OfPlan, NotImplementedError):
     """No backend that may be used takes this problem; nothing was launched.
 
     ``plan`` holds every candidate with its reasons.
     """
 
-    def __init__(self, message: str, plan: Any = None) -> None:
-        super().__init__(message)
-        self.plan = plan
 
-
-class BackendUnavailable(AttnswitchError, ImportError):
+class BackendUnavailable(_OfPlan, ImportError):
     """A backend that was named explicitly cannot run on this machine.
 
     ``plan`` holds it, with the other candidates.
     """
-
-    def __init__(self, message: str, plan: Any = None) -> None:
-        super().__init__(message)
-        self.plan = plan
 
 
 class CompileError(AttnswitchError, RuntimeError):

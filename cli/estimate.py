@@ -16,7 +16,7 @@ from attnswitch.problem import Problem
 
 from . import ranks_estimate, render, said
 from .named import first, present
-from .units import of_bytes, of_ms
+from .units import of_bytes, of_ms, of_tflops
 
 __all__ = ["estimate"]
 
@@ -101,7 +101,7 @@ def _measured(name: str) -> Peak:
 def _show(estimate: Estimate) -> None:
     peak = estimate.peak
     known = (
-        f"{_rate(peak.tflops)}, {peak.gbps:.4g} GB/s ({peak.source})"
+        f"{of_tflops(peak.tflops)}, {peak.gbps:.4g} GB/s ({peak.source})"
         if peak
         else "not known; --measured, if it is here"
     )
@@ -148,7 +148,3 @@ def _add(rows: Table, label: str, direction: Direction) -> None:
     )
     rows.add_row(label, work, *tiled)
     rows.add_row("", "", *standard)
-
-
-def _rate(tflops: float) -> str:
-    return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOP/s"

@@ -13,6 +13,7 @@ from attnswitch.bench.measure import Limits
 from attnswitch.bench.record import Record
 
 from . import render
+from .units import of_tflops
 
 __all__ = ["show"]
 
@@ -28,9 +29,10 @@ def show(records: list[Record], limits: Limits, stopped: str | None) -> None:
         render.whole(_memory(rows) if rows[0].kind == "memory" else _speeds(rows))
     _reasons(records)
     render.console.print(
-        f"\n[dim]limits here: a {limits.dtype} matrix product of {limits.size} x {limits.size} {_flops(limits.tflops)},"
-        f" a copy {limits.gbps:.4g} GB/s; ±: half of the range from the 20th to the 80th percentile; deviation: from"
-        " the answer in a wider type (without dropout, where there is any), relative[/]",
+        f"\n[dim]limits here: a {limits.dtype} matrix product of {limits.size} x {limits.size}"
+        f" {of_tflops(limits.tflops)}, a copy {limits.gbps:.4g} GB/s; ±: half of the range from the"
+        " 20th to the 80th percentile; deviation: from the answer in a wider type (without dropout, where there is"
+        " any), relative[/]",
         soft_wrap=True,
     )
     for mean in means(records):
@@ -76,15 +78,11 @@ def _figures(record: Record, fastest: float) -> list[str | Bar]:
         name,
         f"{record.ms:.4g}",
         f"{(record.ms_high - record.ms_low) / 2:.2g}",
-        f"{record.gbps:.4g} GB/s" if record.gbps is not None else _flops(record.tflops or 0.0),
+        f"{record.gbps:.4g} GB/s" if record.gbps is not None else of_tflops(record.tflops or 0.0),
         f"{record.percent:.0f} %",
         Bar(size=record.ms, begin=0, end=fastest, width=_BAR, color=_COLOURS[record.status]),
         _deviation(record),
     ]
-
-
-def _flops(tflops: float) -> str:
-    return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOP/s"
 
 
 def _memory(records: list[Record]) -> Table:

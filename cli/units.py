@@ -1,8 +1,8 @@
-"""Bytes and times as the tables of costs have them."""
+"""Bytes, times and rates as the tables of costs have them."""
 
 from __future__ import annotations
 
-__all__ = ["of_bytes", "of_ms"]
+__all__ = ["of_bytes", "of_ms", "of_tflops"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -19,3 +19,8 @@ def of_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.4g} {unit}"
+
+
+def of_tflops(tflops: float) -> str:
+    """TFLOP/s; GFLOP/s below one."""
+    return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOP/s"

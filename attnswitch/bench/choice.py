@@ -6,7 +6,6 @@ Nothing that runs here changes what the choice rests on: what this machine has m
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from attnswitch import child
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.candidates import AUTO, Refused, fitting, of_backend
 from attnswitch.bench.loops import Loop, loops
-from attnswitch.bench.measure import Budget, current, wait
+from attnswitch.bench.measure import Budget, current, release, wait
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.steps import first_line, step, wrong
 from attnswitch.problem import Problem
@@ -165,8 +164,5 @@ def judge(problem: Problem, where: str, budget: Budget) -> Judged:
         judged.times = loops(calls, where, budget=budget, failed=failed)
         calls.clear()
         del work, reference
-    if problem.grads:
-        gc.collect()  # graphs are cycles
-    if where != "cpu":
-        torch.cuda.empty_cache()
+    release(where, graphs=bool(problem.grads))
     return judged

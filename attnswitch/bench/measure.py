@@ -10,6 +10,7 @@ host's, which is told apart. On the CPU it is the wall clock, with as many threa
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import random
 import time
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from attnswitch.errors import InvalidProblem
 
-__all__ = ["Budget", "Clock", "Limits", "Timing", "current", "limits", "measure", "wait"]
+__all__ = ["Budget", "Clock", "Limits", "Timing", "current", "limits", "measure", "release", "wait"]
 
 #: One run of something; what it returns is dropped.
 Call = Callable[[], object]
@@ -282,6 +283,16 @@ def wait(device: str) -> None:
         import torch
 
         torch.cuda.synchronize()
+
+
+def release(device: str, *, graphs: bool = True) -> None:
+    """Give memory back that nothing holds any more: ``graphs`` are cycles, and a cached block may not fit."""
+    if graphs:
+        gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def limits(device: str, budget: Budget | None = None) -> Limits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -12,7 +11,7 @@ import torch
 
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.candidates import Attend, Refused, configs, of_backend, with_configs
-from attnswitch.bench.measure import Budget, Limits, Timing, current, measure
+from attnswitch.bench.measure import Budget, Limits, Timing, current, measure, release
 from attnswitch.bench.peers import PEERS
 from attnswitch.bench.record import PASSES, Direction, Record
 from attnswitch.bench.suites import Row
@@ -101,7 +100,7 @@ def run(step: Step, device: str, limits: Limits, budget: Budget) -> Iterator[Rec
         for entry in entries:
             entry.call = None
         del work, reference
-        _tidy(device)
+        release(device)
         yield from (entry.record for entry in entries)
 
 
@@ -126,7 +125,7 @@ def _prepare(entry: _Entry, step: Step, work: Workload, *, is_peer: bool) -> Non
         entry.record = replace(entry.record, status=refusal.status, why=str(refusal))
     except Exception as error:  # a kernel or a compiler may fail in any way
         entry.fail(error)
-        _tidy(work.device)
+        release(work.device)
 
 
 def _forward(attend: Attend) -> Results:
@@ -151,7 +150,7 @@ def _try_out(entry: _Entry, work: Workload, reference: deviation.Reference) -> N
         found = reference.deviation(results)
     except Exception as error:  # a kernel may fail in any way
         entry.fail(error)
-        _tidy(work.device)
+        release(work.device)
         return
     if reference.empty and found == 0.0:  # NaN and inf are seen all the same
         entry.record = replace(entry.record, memory=memory)
@@ -199,10 +198,3 @@ def _timed(record: Record, work: Workload, timing: Timing, limits: Limits) -> Re
     flops = sum(cost.flops(work.problem, backward=backward) for backward in PASSES[record.direction])
     tflops = flops / timing.median / 1e9
     return replace(record, tflops=tflops, percent=100 * tflops / limits.tflops)
-
-
-def _tidy(device: str) -> None:
-    """Give the memory of a step back before the next: graphs are cycles, and a cached block may not fit."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()

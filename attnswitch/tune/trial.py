@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import random
 import time
@@ -22,7 +21,7 @@ import torch
 from attnswitch import api
 from attnswitch.bench import deviation, workload
 from attnswitch.bench.loops import Loop, loops, rested
-from attnswitch.bench.measure import Budget, current, measure, wait
+from attnswitch.bench.measure import Budget, current, measure, release, wait
 from attnswitch.bench.steps import first_line
 from attnswitch.bench.workload import Workload
 from attnswitch.call import recording
@@ -193,10 +192,7 @@ def _measure(trial: Trial, device: Device, where: str, effort: Effort, examine: 
         del work, reference
         for entry in entries:
             entry.call = _gone
-    if problem.grads:
-        gc.collect()  # graphs are cycles
-    if where != "cpu":
-        torch.cuda.empty_cache()
+    release(where, graphs=bool(problem.grads))
 
 
 def _verified(candidate: Candidate, outcome: Outcome, trial: Trial) -> bool:
