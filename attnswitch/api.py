@@ -214,7 +214,7 @@ def attention_backward(
     if traced:
         call = (grad_out, grad_lse), (out, lse), wanted, (query, key, value, attn_mask, key_lengths)
         return compiled_gradients(*call, seed, backend, policy, *given, heads=heads, sinks_grad=sinks_grad)
-    seed = None if seed is None else seed_of(seed)
+    seed = seed_of(seed)
     read.check_remembered("attention", said.dropout_p, seed)
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     upstream = {"out": out, "lse": lse, "grad_lse": grad_lse}
@@ -329,7 +329,7 @@ def explain(
         where = paged.Beside(block_table, cache_lengths, *queries, key_scale, value_scale, heads)
         return _made(*paged.problem_of((query, key, value), where, options, explain), backend, policy)
     said: Options = read.of_keywords(options, "the call has", explain)
-    seed = None if seed is None else seed_of(seed)
+    seed = seed_of(seed)
     heads = PerHead(sinks, alibi_slopes)
     if cu_seqlens_q is not None:
         if attn_mask is not None or key_lengths is not None or "layout" in options:

@@ -89,7 +89,7 @@ def run_plan(
 
         return headwise.run_plan(plan, query, key, value, attn_mask, key_lengths, seed, layout, PerHead(*heads))
     if not is_traced(query):
-        seed = None if seed is None else seed_of(seed)
+        seed = seed_of(seed)
         options = _options_of(plan.problem, layout)
         try:
             out, lse = attend(query, key, value, attn_mask, key_lengths, seed, options, None, Policy.ESTIMATE, plan)

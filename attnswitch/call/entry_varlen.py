@@ -35,7 +35,7 @@ def call(
     """What ``attention_varlen`` returns; ``given`` are the options in the order of ``Options``."""
     if not is_traced(operands[0]):
         options = read.of_call(*given)
-        seed = None if seed is None else seed_of(seed)
+        seed = seed_of(seed)
         try:
             return varlen.attend(operands, cu_seqlens, longest, seed, options, backend, policy, heads)
         except Intercepted:
@@ -46,7 +46,7 @@ def call(
 def run_plan(plan: Plan, operands: _Operands, cu_seqlens: _Pair, seed: Any, heads: PerHead) -> Any:
     """What calling ``plan`` does. In a graph a plan fixes the backend and the longest alone."""
     if not is_traced(operands[0]):
-        seed = None if seed is None else seed_of(seed)
+        seed = seed_of(seed)
         try:
             return varlen.run_plan(plan, operands, cu_seqlens, seed, heads)
         except Intercepted:
@@ -74,7 +74,7 @@ def gradients(
     call = operands, cu_seqlens, longest
     if not is_traced(operands[0]):
         options = read.of_call(*given)
-        seed = None if seed is None else seed_of(seed)
+        seed = seed_of(seed)
         try:
             return varlen.gradients(
                 upstream, saved, *call, seed, options, backend, policy, "qkv", heads, sinks_grad=sinks_grad

@@ -38,7 +38,7 @@ def attend(
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
     if not entry.is_traced(query):
         options = read.of_call(*given)
-        seed = None if seed is None else read.seed_of(seed)
+        seed = read.seed_of(seed)
         try:
             return attend_by(query, key, value, attn_mask, key_lengths, seed, options, backend, policy, heads)
         except Intercepted:
@@ -85,7 +85,7 @@ def run_plan(
 ) -> Any:
     """The same by what ``plan`` chose, which in a graph is the backend alone."""
     if not entry.is_traced(query):
-        seed = None if seed is None else read.seed_of(seed)
+        seed = read.seed_of(seed)
         options = read.of_problem(plan.problem, layout)
         try:
             asked = _ask(_operands(query, key, value, attn_mask), key_lengths, seed, options, heads)

@@ -127,8 +127,10 @@ def said_by(p: Problem, layout: str) -> tuple[Any, ...]:
     return p.dropout, p.causal, p.scale, None, p.alignment, p.window, p.softcap, p.lse, layout, p.deterministic
 
 
-def seed_of(value: Any) -> int:
-    """``seed`` as an integer from 0 to 2**64 - 1. Raises ``InvalidProblem`` for what is none."""
+def seed_of(value: Any) -> int | None:
+    """``seed`` as an integer from 0 to 2**64 - 1, or None. Raises ``InvalidProblem`` for what is neither."""
+    if value is None:
+        return None
     seed = _integer(value)
     if seed is None:
         raise InvalidProblem(f"seed={text_of(value)}: expected an integer")

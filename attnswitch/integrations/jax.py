@@ -118,9 +118,7 @@ def attention(
     if said.dropout_p and seed is None:
         raise InvalidProblem("dropout under JAX needs a seed, as a function of JAX has no state to draw one from")
     drawn = _checked_seed(seed) if isinstance(seed, jax.Array) else None
-    call = _Call(
-        said, None if seed is None or drawn is not None else seed_of(seed), backend, policies.effective(policy)
-    )
+    call = _Call(said, None if drawn is not None else seed_of(seed), backend, policies.effective(policy))
     facts = [_facts(query, "query"), _facts(key, "key"), _facts(value, "value")]
     mask = None if attn_mask is None else _facts(attn_mask, "attn_mask")
     problem = describe((*facts, mask), said, lengths=key_lengths is not None, seeded=seed is not None)
