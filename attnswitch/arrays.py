@@ -26,8 +26,8 @@ __all__ = [
     "dispatches",
     "facts",
     "is_unlike",
-    "lengths_as_array",
     "library_of",
+    "numbers_as_array",
     "outline",
     "passage",
     "take",
@@ -385,10 +385,10 @@ _PASSAGES = {
 }
 
 
-def lengths_as_array(lengths: Any, library: str, device: tuple[str, int], dtype: str = "int64") -> Array:
-    """A plain sequence of key lengths, or of other numbers, as an array of ``library`` on ``device``."""
+def numbers_as_array(numbers: Any, library: str, device: tuple[str, int], dtype: str = "int64") -> Array:
+    """Plain numbers (lengths, pages, slopes) as an array of ``library`` on ``device``."""
     numpy: Any = importlib.import_module("numpy")
-    host = numpy.asarray(lengths, dtype=dtype)
+    host = numpy.asarray(numbers, dtype=dtype)
     if library == "cupy":
         return importlib.import_module("cupy").asarray(host)
     if library == "torch":

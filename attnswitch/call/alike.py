@@ -59,8 +59,8 @@ def forget() -> None:
 
 
 def knows_again(query: Any) -> bool:
-    """Whether calls of such a tensor may be known again."""
-    return _is_unread(query)
+    """Whether calls of such a tensor may be known again: nobody looks at what tensors beside it hold, unless asked."""
+    return query.is_cuda  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def _kind(given: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...] | No
     """What calls have in common that are told apart by guards; None for one that is not to be known again."""
     query = given[0]
     try:
-        if not _is_unread(query):
+        if not knows_again(query):
             return None
         grows = given[1] if given[_TABLE] is None else given[_TABLE]
         context = _policy_of_context(), _look_of_context(), view.generation(), modes_of(query)
@@ -119,11 +119,6 @@ def _kind(given: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...] | No
     except (AttributeError, RuntimeError):  # no tensors, or such as have no sizes
         return None
     return None if kind[-1] in (None, DUAL) else kind
-
-
-def _is_unread(query: Any) -> bool:
-    """Whether nobody looks at what tensors beside ``query`` hold, unless it is asked for."""
-    return query.is_cuda  # type: ignore[no-any-return]
 
 
 def _learn(ways: list[_Way], given: tuple[Any, ...], tensors: Sequence[Any], call: Call) -> None:

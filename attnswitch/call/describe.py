@@ -209,7 +209,7 @@ def lengths_beside(lengths: Any, query: Facts, seq_k: int, role: str = "key_leng
         ):
             raise InvalidProblem(f"{role}={lengths!r}: expected {batch} integers, one for each batch entry")
         _check_lengths([int(n) for n in lengths], seq_k, role, most)
-        lengths = arrays.lengths_as_array([int(n) for n in lengths], query.taken_as, query.device)
+        lengths = arrays.numbers_as_array([int(n) for n in lengths], query.taken_as, query.device)
         facts = arrays.facts(lengths, role)
     else:
         lengths, facts = arrays.take(lengths, role)

@@ -292,7 +292,7 @@ def _table(given: Any, query: Facts) -> tuple[Array, Any]:
         if len(host.shape) != 2 or (host.size and host.dtype.kind not in "iu"):
             raise InvalidProblem(f"block_table={text_of(given)}: {what}")
     host = host.astype("int64")
-    return arrays.lengths_as_array(host, query.taken_as, query.device), host
+    return arrays.numbers_as_array(host, query.taken_as, query.device), host
 
 
 def _on_host(lengths: Any) -> list[int] | None:

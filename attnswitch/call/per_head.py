@@ -105,7 +105,7 @@ def taken(
         host = numpy.asarray(None)
     if host.dtype.kind not in "fiu":
         raise InvalidProblem(f"{role}={text_of(given)}: expected {expected}")
-    return arrays.lengths_as_array(host, query.taken_as, query.device, "float64"), False
+    return arrays.numbers_as_array(host, query.taken_as, query.device, "float64"), False
 
 
 def check_sinks(shape: tuple[int, ...], heads: int) -> None:

@@ -282,7 +282,7 @@ def offsets_of(given: Any, limit: Any, name: str, rows: int, query: Facts) -> tu
         check_edges(edges, role, rows, asked, f"max_seqlen_{name}")
         asked = _longest(edges) if asked is None else asked
     if offsets is None:
-        offsets = arrays.lengths_as_array(edges or (), query.taken_as, query.device)
+        offsets = arrays.numbers_as_array(edges or (), query.taken_as, query.device)
     if asked is None:  # for which the host waits
         asked = int((offsets[1:] - offsets[:-1]).max()) if len(offsets) > 1 else 0
     return offsets, asked

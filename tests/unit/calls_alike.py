@@ -80,7 +80,7 @@ def given(inputs: Inputs) -> list[Any]:
 
 def check_known(calls: Sequence[Callable[[], Any]], expected: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The third of ``calls``, and on, are asked of nothing; each comes to the bits and strides of ``expected``."""
-    monkeypatch.setattr(alike, "_is_unread", lambda _: True)
+    monkeypatch.setattr(alike, "knows_again", lambda _: True)
     with finite.checking("never"):
         for turn, (each, right) in enumerate(zip(calls, expected, strict=True)):
             if turn == 2:

@@ -67,7 +67,7 @@ BACKEND = Own.name
 @pytest.fixture(autouse=True)
 def unread(nothing_before: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on the CPU are not looked at, as those on a GPU are not."""
-    monkeypatch.setattr(alike, "_is_unread", lambda query: query.is_cpu)
+    monkeypatch.setattr(alike, "knows_again", lambda query: query.is_cpu)
     with finite.checking("never"):
         yield
 
@@ -111,7 +111,7 @@ def packed(**said: Any) -> Any:
 def generally(call: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The same by the way of any call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alike, "_is_unread", lambda _: False)
+        patch.setattr(alike, "knows_again", lambda _: False)
         return call(**given)
 
 
@@ -318,7 +318,7 @@ def test_steps_of_a_training_are_asked_of_no_more(name: str, asked: list[object]
         found = step(call, given)
         assert len(asked) == (turn < (1 if any(x.requires_grad for x in operands_of(given)) else 2)), turn
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alike, "_is_unread", lambda _: False)
+            patch.setattr(alike, "knows_again", lambda _: False)
             steps_agree(found, step(call, given))
 
 

@@ -56,7 +56,7 @@ def test_steps_are_known_again(
     register: Callable[[str, str], None], nothing_before: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New tensors that want gradients lie as those before."""
-    monkeypatch.setattr(alike, "_is_unread", lambda query: query.is_cpu)
+    monkeypatch.setattr(alike, "knows_again", lambda query: query.is_cpu)
     register("own", "test_alike:Own")
     for text in STEPS:
         feed = FormFeed(formed(text), "cpu")
@@ -129,7 +129,7 @@ def test_a_first_call_is_asked_and_others_are_known_again(
     register: Callable[[str, str], None], nothing_before: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whose tensors nobody reads. The first ones leave known what was known before them."""
-    monkeypatch.setattr(alike, "_is_unread", lambda query: query.is_cpu)
+    monkeypatch.setattr(alike, "knows_again", lambda query: query.is_cpu)
     register("own", "test_alike:Own")
     asked: list[object] = []
     ask = paged._ask
