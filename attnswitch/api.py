@@ -104,7 +104,7 @@ def attention(
         raise read.unknown(next(iter(unknown)), "attention: there is", attention)
     numbers = dropout_p, is_causal, scale, enable_gqa
     rest = causal_alignment, window, softcap, return_lse, layout, deterministic
-    if not sinks is alibi_slopes is None:
+    if sinks is not None or alibi_slopes is not None:
         from attnswitch.call import headwise  # which programs without such calls do not wait for
 
         heads, said = PerHead(sinks, alibi_slopes), (*numbers, *rest)
@@ -219,7 +219,7 @@ def attention_backward(
     operands = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     upstream = {"out": out, "lse": lse, "grad_lse": grad_lse}
     way: Any = gradients
-    if not sinks is alibi_slopes is None:
+    if sinks is not None or alibi_slopes is not None:
         from attnswitch.call import headwise
 
         way = functools.partial(headwise.gradients, heads=heads, sinks_grad=sinks_grad)
@@ -342,7 +342,7 @@ def explain(
         return _made(*varlen.problem_of((query, key, value), cu_seqlens, longest, seed, said, heads), backend, policy)
     if any(given is not None for given in (cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
         raise InvalidProblem("cu_seqlens_k or max_seqlen without cu_seqlens_q, which says where sequences begin")
-    if not sinks is alibi_slopes is None:
+    if sinks is not None or alibi_slopes is not None:
         from attnswitch.call import headwise
 
         asked = headwise.problem_of(query, key, value, attn_mask, key_lengths, said, seed, heads)

@@ -84,7 +84,7 @@ def run_plan(
         from attnswitch.call import entry_varlen  # which programs without such calls do not wait for
 
         return entry_varlen.run_plan(plan, (query, key, value), cu_seqlens, seed, PerHead(*heads))
-    if not heads[0] is heads[1] is None:
+    if any(given is not None for given in heads):
         from attnswitch.call import headwise
 
         return headwise.run_plan(plan, query, key, value, attn_mask, key_lengths, seed, layout, PerHead(*heads))
