@@ -135,9 +135,15 @@ def gradients(
     call = _call(asked, operands, key_lengths, seed)
     problem, kernel = call.launch.problem, call.launch.kernel
     rows = problem.batch, problem.heads_q, problem.seq_q
-    upstream = _beside(call, grad_out, "grad_out", (*rows, problem.dim_v))
-    upstream_lse = _beside(call, grad_lse, "grad_lse", rows)
-    saved = _beside(call, out, "out", (*rows, problem.dim_v)), _beside(call, lse, "lse", rows)
+    wide = *rows, problem.dim_v
+
+    def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
+        query = call.launch.facts[0]
+        assert query is not None
+        return result_beside(array, role, shape, query, call.native, options.layout)
+
+    upstream, upstream_lse = beside(grad_out, "grad_out", wide), beside(grad_lse, "grad_lse", rows)
+    saved = beside(out, "out", wide), beside(lse, "lse", rows)
     if saved[0] is None or saved[1] is None:
         # What torch differentiates runs the forward again with its backward.
         saved = (None, None) if call.launch.backend.autograd else kernel.forward(call.inputs)
@@ -171,15 +177,3 @@ def are_of(asked: Request, launch: Launch, query: Any, results: tuple[Any, ...],
         )
     except RuntimeError:  # sparse or nested: no sizes, or no memory of its own
         return False
-
-
-def _beside(call: _Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-    """``array`` checked against the call, in (B, H, L, D) order, as an array of the backend's; None stays None."""
-    if array is None:
-        return None
-    query = call.launch.facts[0]
-    assert query is not None
-    array = result_beside(
-        array, role, shape, "(B, H, L, D) or (B, H, L)", query, turned=call.turned and len(shape) == 4
-    )
-    return arrays.passage(array, call.library, call.native)

@@ -21,7 +21,7 @@ def attention(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
     """What ``attention`` returns of ``call``, as ``entry.traced`` takes it, with ``sinks``."""
     query, (return_lse, layout, deterministic) = call[0], call[-3:]
     heads_last = layout == "BLHD"
-    sinks = _beside(sinks, query, query.shape[2 if heads_last else 1])
+    sinks = _checked_sinks(sinks, query, query.shape[2 if heads_last else 1])
     without = entry.traced(*call[:-3], True, layout, deterministic, alibi_slopes=alibi_slopes)
     out, lse = _with(sinks, *without, heads_last=heads_last)
     return (out, lse) if return_lse else out
@@ -30,7 +30,7 @@ def attention(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
 def attention_varlen(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
     """What ``attention_varlen`` returns of ``call``, as ``operators.attention_varlen`` takes it, with ``sinks``."""
     query, cu_seqlens, (return_lse, *rest) = call[0][0], call[1], call[-3:]
-    sinks = _beside(sinks, query, query.shape[1])
+    sinks = _checked_sinks(sinks, query, query.shape[1])
     without, lse = operators.attention_varlen(*call[:-3], True, *rest, alibi_slopes=alibi_slopes)
     out, whole = _with(sinks, without, lse, heads_last=True)
     if not return_lse:
@@ -42,7 +42,7 @@ def attention_varlen(*call: Any, sinks: Any, alibi_slopes: Any = None) -> Any:
 def saved(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> _Results:
     """Output and lse of ``attention`` as they are given, computed where one is left out; nothing is differentiated."""
     if all(result is not None for result in given):
-        _beside(sinks, call[0], call[0].shape[2 if call[-2] == "BLHD" else 1])
+        _checked_sinks(sinks, call[0], call[0].shape[2 if call[-2] == "BLHD" else 1])
         return given
     sinks, alibi_slopes = detached(sinks, alibi_slopes)
     call = detached(*call)
@@ -53,7 +53,7 @@ def saved(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> _Result
 def saved_varlen(given: _Results, *call: Any, sinks: Any, alibi_slopes: Any) -> _Results:
     """The same of ``attention_varlen``."""
     if all(result is not None for result in given):
-        _beside(sinks, call[0][0], call[0][0].shape[1])
+        _checked_sinks(sinks, call[0][0], call[0][0].shape[1])
         return given
     sinks, alibi_slopes = detached(sinks, alibi_slopes)
     operands, *rest = call
@@ -71,7 +71,7 @@ def with_gradient(
     Operands are (B, H, L, D), those of packed sequences (T, H, D), and the output may have heads after L.
     """
     (grad_out, grad_lse), (out, lse) = (detached(*each) for each in (upstream, saved))
-    sinks = _beside(sinks, query, lse.shape[-2]).detach()
+    sinks = _checked_sinks(sinks, query, lse.shape[-2]).detach()
     if out.dim() == 3:
         grad_out, out, lse = grad_out[None], out[None], lse[None]
         grad_lse = grad_lse if grad_lse is None else grad_lse[None]
@@ -101,7 +101,7 @@ def _absent(sinks: Any) -> Any:
     return torch.ops.attnswitch.absent_sinks(sinks.detach())
 
 
-def _beside(sinks: Any, query: Any, heads: int) -> Any:
+def _checked_sinks(sinks: Any, query: Any, heads: int) -> Any:
     """``sinks`` as a tensor (Hq,) beside query. Raises ``InvalidProblem``."""
     sinks = as_floats(sinks, "sinks", query)
     if not sinks.is_floating_point():

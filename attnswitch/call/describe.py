@@ -139,22 +139,30 @@ def check_beside(facts: Facts, role: str, query: Facts, first: str = "query") ->
 
 
 def result_beside(
-    array: Array, role: str, shape: tuple[int, ...], axes: str, query: Facts, *, turned: bool = False
-) -> Array:
-    """A result or its gradient that the caller gives, of ``shape``, which ``axes`` names, once heads are ``turned``.
+    array: Array | None, role: str, shape: tuple[int, ...], query: Facts, native: str, layout: str = "BHLD"
+) -> Array | None:
+    """A result or its gradient that the caller gives beside query, as an array of ``native`` that kernels take.
 
-    Raises ``InvalidProblem`` where it does not go with query.
+    It is of ``shape`` once the heads of ``layout`` "BLHD" stand before L; "THD" is that of packed sequences. None stays
+    None. Raises ``InvalidProblem`` where it does not go with query.
     """
+    if array is None:
+        return None
+    packed = layout == "THD"
     array, facts = arrays.take(array, role)
     check_beside(facts, role, query)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if turned:
+    if layout == "BLHD" and len(shape) == 4:
         array, facts = swap_heads(array), swapped(facts)
     if facts.shape != shape:
+        axes = "(T, H, D) or (H, T)" if packed else "(B, H, L, D) or (B, H, L)"
         raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as {axes}")
     # Not part of the problem, so no backend was asked; torch could not take it.
-    return array.copy() if facts.memory.negative else array
+    array = array.copy() if facts.memory.negative else array
+    if packed:
+        array = (array.swapaxes(0, 1) if len(shape) == 3 else array)[None]
+    return arrays.passage(array, query.taken_as, native)
 
 
 def swap_heads(array: Array) -> Array:

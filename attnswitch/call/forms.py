@@ -67,10 +67,6 @@ class Call(NamedTuple):
         """The same of an array that lies as the caller's do."""
         return to_caller(array, native or self.native, self.asked.library, self.asked.caller)
 
-    def there(self, array: Array) -> Array:
-        """An array of the caller's, as kernels have its axes, as one of ``native``."""
-        return arrays.passage(array, self.asked.library, self.native)
-
 
 def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, restarts: bool = False) -> Call:
     """The call by ``backend``, or the one that ``planner.build`` chooses. Raises what ``attention`` raises."""
@@ -152,7 +148,7 @@ def gradients(
     of_sinks: bool,
     mask_axes: int = 4,
 ) -> Gradients:
-    """Gradients of the operands, and if ``of_sinks`` of these, from arrays as ``Call.there`` returns them.
+    """Gradients of the operands, and if ``of_sinks`` of these, from arrays as ``result_beside`` returns them.
 
     The caller's attn_mask has ``mask_axes``.
     """

@@ -158,11 +158,7 @@ def gradients(
     rows = p.batch, p.heads_q, p.seq_q
 
     def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-        if array is None:
-            return None
-        turned = options.layout == "BLHD" and len(shape) == 4
-        axes = "(B, H, L, D) or (B, H, L)"
-        return call.there(result_beside(array, role, shape, axes, call.asked.query, turned=turned))
+        return result_beside(array, role, shape, call.asked.query, call.native, options.layout)
 
     upstream = beside(grad_out, "grad_out", (*rows, p.dim_v)), beside(grad_lse, "grad_lse", rows)
     saved = beside(out, "out", (*rows, p.dim_v)), beside(lse, "lse", rows)

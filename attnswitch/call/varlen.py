@@ -135,9 +135,12 @@ def gradients(
     call = forms.called(asked, backend, policy, restarts=True)
     _, count, rows, _ = call.asked.inputs.query.shape
     wide, narrow = (rows, count, call.asked.problem.dim_v), (count, rows)
-    grad_out, grad_lse = _beside(call, upstream[0], "grad_out", wide), _beside(call, upstream[1], "grad_lse", narrow)
-    out, lse = _beside(call, saved[0], "out", wide), _beside(call, saved[1], "lse", narrow)
-    return forms.gradients(call, grad_out, grad_lse, out, lse, of_sinks=sinks_grad)
+    roles = ("grad_out", "grad_lse", "out", "lse")
+    given = [
+        result_beside(array, role, shape, call.asked.query, call.native, "THD")
+        for array, role, shape in zip((*upstream, *saved), roles, (wide, narrow) * 2, strict=True)
+    ]
+    return forms.gradients(call, *given, of_sinks=sinks_grad)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -346,15 +349,3 @@ def check_edges(edges: list[int], role: str, rows: int, most: int | None, name: 
     if most is not None and _longest(edges) > most:
         longest = _longest(edges)
         raise InvalidProblem(f"{name}={most}: a sequence of {longest} rows is in {role}; expected {longest} or more")
-
-
-# -- what is given to the backward -------------------------------------------------------------------------------------
-
-
-def _beside(call: Call, array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-    """``array`` checked against the call, as the backend's (1, H, T, D) or (1, H, T); None stays None."""
-    if array is None:
-        return None
-    array = result_beside(array, role, shape, "(T, H, D) or (H, T)", call.asked.query)
-    array = array.swapaxes(0, 1)[None] if len(shape) == 3 else array[None]
-    return call.there(array)

@@ -265,7 +265,7 @@ def _results(call: _Call, operands: _Operands, wanted: str) -> tuple[Any, Any]:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _called(function: _Forward | _Backward, like: Any, given: tuple[Any, ...]) -> Any:
     # A dropout mask counts batch entries: added to the batch, they would have others. Sinks are one for all of a batch.
-    apart = function.call.options.dropout_p or _beside(given[0].sinks, given[0].alibi_slopes) is not None
+    apart = function.call.options.dropout_p or _if_any(given[0].sinks, given[0].alibi_slopes) is not None
     method = "sequential" if apart else "expand_dims"
     return jax.pure_callback(function, like, *given, vmap_method=method)
 
@@ -295,7 +295,7 @@ class _Forward:
         how = lengths, call.seed if seed is None else seed_of(seed), call.options, call.backend, call.policy
         given = (query, key, value) if mask is None else (query, key, value, mask)
         found: Sequence[Any]
-        beside = _beside(*heads)
+        beside = _if_any(*heads)
         if beside is not None and self.wanted:
             found = headwise.results(given, *how, self.wanted, beside)
         elif beside is not None:
@@ -325,7 +325,7 @@ class _Backward:
         wanted = self.wanted.removesuffix("s")
         known: dict[str, Any] = {"out": out, "lse": lse, "grad_lse": grad_lse, "wanted": wanted}
         found: Any
-        if (beside := _beside(*heads)) is None:
+        if (beside := _if_any(*heads)) is None:
             found = gradients(grad_out, given, *how, **known)
         else:
             of_sinks = wanted != self.wanted
@@ -337,7 +337,7 @@ class _Backward:
         return grads if wanted == self.wanted else [*grads, found.sinks]
 
 
-def _beside(sinks: Any, slopes: Any) -> PerHead | None:
+def _if_any(sinks: Any, slopes: Any) -> PerHead | None:
     """As a call takes them, if it has any: one row of slopes is for all batch entries."""
     if sinks is None and slopes is None:
         return None

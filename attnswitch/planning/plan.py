@@ -266,7 +266,7 @@ class Plan:
         """What was measured of a candidate against what was of the chosen one, if anything was chosen."""
         chosen, time = self.chosen, candidate.time
         if chosen and chosen.time and time:
-            return f"but took {_beside(time, chosen.time)} against {chosen.time.ms:.4g}"
+            return f"but took {_with_problem(time, chosen.time)} against {chosen.time.ms:.4g}"
         if chosen and chosen.near and candidate.near:
             times = candidate.near.slower / chosen.near.slower
             took = f"took {times:.3g} times as long as {chosen.backend} on the nearest that were measured"
@@ -290,7 +290,7 @@ class Plan:
         timed = [(c.time, c.backend) for c in self.candidates if c.trusted and c.time]
         timed.sort(key=lambda entry: entry[0].pace)
         first = timed[0][0]
-        each = ", ".join(f"{backend} {_beside(time, first)}" for time, backend in timed)
+        each = ", ".join(f"{backend} {_with_problem(time, first)}" for time, backend in timed)
         return f"{first.date[:10]}, on {first.problem}: {each}"
 
     def _nearest(self) -> str:
@@ -305,6 +305,6 @@ class Plan:
         )
 
 
-def _beside(time: Time, other: Time) -> str:
+def _with_problem(time: Time, other: Time) -> str:
     """A time, with its problem where that is not the one of the time that it stands beside."""
     return f"{time.ms:.4g} ms" + ("" if time.problem == other.problem else f" on {time.problem}")
