@@ -281,5 +281,5 @@ class _OnceOnly(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise Unsupported(
             "double backward of attention: this backend computes first derivatives only; use backend='sdpa-math' of"
-            " attnswitch.attention"
+            " attnswitch.attention, or of install"
         )

@@ -81,7 +81,7 @@ class _Last(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise Unsupported(
             "double backward of attention: this kernel of torch's has first derivatives only; use"
-            " backend='sdpa-math' of attnswitch.attention"
+            " backend='sdpa-math' of attnswitch.attention, or of install"
         )
 
 
