@@ -10,9 +10,9 @@ import typer
 from attnswitch.errors import InvalidProblem
 from attnswitch.verify import ranks
 from attnswitch.verify.drawing import provider
-from attnswitch.verify.session.conduct import Progress
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Report
+from attnswitch.verify.session.whole import Progress
 
 from . import mutants, render, said
 from . import report as shown

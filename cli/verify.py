@@ -20,10 +20,10 @@ from attnswitch.verify.demands.steering import EACH
 from attnswitch.verify.drawing import provider
 from attnswitch.verify.outcome import AUTO
 from attnswitch.verify.report import to_html
-from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.corpus import default_folder
 from attnswitch.verify.session.plan import EMULATED, EXAMPLES, RECIPES, Plan, Target, targets
 from attnswitch.verify.session.tally import INTERRUPTED, Report
+from attnswitch.verify.session.whole import run
 from attnswitch.verify.terms import Terms
 
 from . import demands, files, ranks, render, said, shards

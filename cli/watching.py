@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.report import EventLog
-from attnswitch.verify.session import conduct
+from attnswitch.verify.session import whole
 from attnswitch.verify.session.explore import Source
 from attnswitch.verify.session.plan import Plan
 from attnswitch.verify.session.tally import Report
@@ -20,7 +20,7 @@ from . import render
 __all__ = ["watched"]
 
 #: Carries out a plan and tells how far it is.
-Run = Callable[[Plan, conduct.Progress], Report]
+Run = Callable[[Plan, whole.Progress], Report]
 
 
 def watched(plan: Plan, quiet: bool, ndjson: Path | None, carry_out: Run) -> Report:

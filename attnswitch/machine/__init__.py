@@ -5,8 +5,7 @@ backend         the contract between the dispatcher and a backend
 inputs          the arrays of one call, as kernels are given them and give them back
 registry        the table of backends, and those of other packages
 divergences     what backends take and are known to get wrong
-one_by_one      sequences by a kernel each, for backends that do not take them at once; pages gathers their keys
-forms           forms of a call that a backend has to say it takes
+one_by_one      which forms a backend takes, and sequences by a kernel each where not at once; pages gathers their keys
 trees           the bits of a tree of queries as a mask
 differentiated  gradients by torch's autograd, for kernels whose output it differentiates
 builds          kernels compiled side by side

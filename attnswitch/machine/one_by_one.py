@@ -15,7 +15,7 @@ from typing import Any
 from attnswitch import arrays
 from attnswitch.arrays import Array
 from attnswitch.errors import Unsupported
-from attnswitch.machine import divergences, forms, trees
+from attnswitch.machine import divergences, trees
 from attnswitch.machine.backend import Backend, Config, Gradients, Inputs, Kernel
 from attnswitch.machine.device import Device
 from attnswitch.machine.pages import Pages
@@ -50,7 +50,7 @@ def reasons(backend: Backend, problem: Problem, device: Device) -> Iterator[str]
         return
     told = set()
     for reason in itertools.chain(
-        forms.refused(backend, problem), *(_own(backend, alone, device) for alone in _kinds(problem))
+        _unsaid(backend, problem), *(_own(backend, alone, device) for alone in _kinds(problem))
     ):
         if reason not in told:
             told.add(reason)
@@ -67,7 +67,7 @@ def extra_bytes(backend: Backend, problem: Problem, device: Device) -> int:
 
 
 def _own(backend: Backend, problem: Problem, device: Device) -> Iterator[str]:
-    yield from forms.refused(backend, problem)
+    yield from _unsaid(backend, problem)
     said: Iterable[str] = backend.reasons(problem, device)
     yield from (said,) if isinstance(said, str) else map(str, said)
     yield from divergences.refused(backend, problem, device)
@@ -275,3 +275,17 @@ def _joined(
     filled = -math.inf if dtype else 0.0
     rest = operand.new_full(shape, filled, dtype=kind) if library == "torch" else xp.full(shape, filled, kind)
     return (xp.cat if library == "torch" else xp.concatenate)([*parts, rest], axis)
+
+
+def _unsaid(backend: Backend, problem: Problem) -> Iterator[str]:
+    """Forms of a call that a backend has to say it takes: one that knows nothing of them would compute without them."""
+    if problem.sinks and not backend.sinks:
+        yield "sinks: its kernels know of none"
+    if problem.alibi and not backend.alibi:
+        yield "alibi_slopes: it adds nothing that depends on the distance"
+    if problem.cache and backend.paged and problem.cache not in backend.caches:
+        yield f"cache={problem.cache}: its kernels read pages of query's dtype"
+    if problem.tree and backend.paged and not backend.trees:
+        yield "tree_mask: its kernels read no mask beside pages"
+    if problem.splits and not backend.splits:
+        yield f"num_splits={problem.splits}: how it divides the keys of a sequence may depend on the batch"

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from attnswitch.verify.report.ndjson import EventLog
     from attnswitch.verify.report.pytest_file import to_pytest
     from attnswitch.verify.report.summary import to_markdown
-    from attnswitch.verify.session.conduct import run
     from attnswitch.verify.session.corpus import Saved, default_folder, load
     from attnswitch.verify.session.plan import EXAMPLES, Plan, Target, targets
     from attnswitch.verify.session.shard import Shard
     from attnswitch.verify.session.tally import Found, Report
+    from attnswitch.verify.session.whole import run
 
 __all__ = [
     "AUTO",
@@ -76,7 +76,7 @@ _PLACES = {
     "report.ndjson": ("EventLog",),
     "report.pytest_file": ("to_pytest",),
     "report.summary": ("to_markdown",),
-    "session.conduct": ("run",),
+    "session.whole": ("run",),
     "session.corpus": ("Saved", "default_folder", "load"),
     "session.plan": ("EXAMPLES", "Plan", "Target", "targets"),
     "session.shard": ("Shard",),

@@ -21,9 +21,9 @@ from attnswitch.machine.backend import Backend
 from attnswitch.planning import policy
 from attnswitch.problem import CONTIGUOUS
 from attnswitch.verify import Case
-from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.plan import Plan as Verification
 from attnswitch.verify.session.plan import targets
+from attnswitch.verify.session.whole import run
 from attnswitch.wisdom import store, view
 from attnswitch.wisdom.record import Time, Untimed, Verdict
 from attnswitch.wisdom.signature import Signature, sign

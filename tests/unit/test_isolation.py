@@ -19,7 +19,7 @@ from attnswitch import VerificationError
 from attnswitch.machine import builds
 from attnswitch.machine.device import Device
 from attnswitch.verify import Case, Plan, Report, Space, Target, load, run
-from attnswitch.verify.session import apart, conduct, pool
+from attnswitch.verify.session import apart, pool, whole
 from attnswitch.verify.session.process import Process
 
 SABOTEURS = str(Path(__file__).parents[1] / "saboteurs")
@@ -96,7 +96,7 @@ def test_a_segfault_is_found_shrunk_and_saved(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_hang_is_found_shrunk_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conduct, "_TRY_TIMEOUT", 2.0)
+    monkeypatch.setattr(whole, "_TRY_TIMEOUT", 2.0)
     report = isolated("Hangs", examples=80, timeout=3.0)
     (found,) = report.failures
     assert found.outcome.failure is not None
@@ -174,13 +174,13 @@ def test_time_ends_it_and_no_process_is_left() -> None:
 def test_time_ends_it_whatever_a_backend_does(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a failure that ends its process is made smaller, each try of which takes a process of its own."""
     began: list[float] = []
-    seen = conduct._Run._take
+    seen = whole._Run._take
 
     def take(*arguments: Any) -> None:
         began.append(time.monotonic())
         seen(*arguments)
 
-    monkeypatch.setattr(conduct._Run, "_take", take)
+    monkeypatch.setattr(whole._Run, "_take", take)
     report = isolated(fault, examples=10**6, seconds=3.0, timeout=1.0 if fault == "Aborts" else 60.0)
     assert time.monotonic() - began[0] < 3.0 + 10.0  # on a busy machine
     assert report.stopped == "time limit of 3 s"

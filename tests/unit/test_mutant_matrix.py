@@ -23,9 +23,9 @@ from attnswitch.verify.mutants.kills import kills
 from attnswitch.verify.mutants.matrix import Matrix, Row, measure
 from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session import order
-from attnswitch.verify.session.conduct import run
 from attnswitch.verify.session.explore import draw
 from attnswitch.verify.session.plan import Plan, targets
+from attnswitch.verify.session.whole import run
 
 NAMES = ("bool-mask-inverted", "lse-in-base-2", "output-left-in-accumulator-type", "query-scaled-in-place")
 #: An edit that changes the source and nothing else.

@@ -3,7 +3,7 @@
 form, reference, identities   looked at on every case, from the one run that there is anyway
 probes                        operands whose right answer is known to the last bit
 symmetry, hiding, composition laws that hold without a reference, at any length
-repetition, machine           running again, and what surrounds a call
+repetition, surroundings      running again, and what is around a call
 conduct                       what the runs before it left behind, so that it comes last
 """
 
@@ -13,10 +13,10 @@ from attnswitch.verify.checks import (
     form,
     hiding,
     identities,
-    machine,
     probes,
     reference,
     repetition,
+    surroundings,
     symmetry,
 )
 from attnswitch.verify.checks.check import Check
@@ -35,7 +35,7 @@ CHECKS: tuple[Check, ...] = (
     *symmetry.CHECKS,
     *composition.CHECKS,
     *repetition.CHECKS,
-    *machine.CHECKS,
+    *surroundings.CHECKS,
     *conduct.CHECKS,
 )
 ALWAYS = tuple(check for check in CHECKS if check.always and check not in LAST)

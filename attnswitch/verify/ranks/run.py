@@ -14,11 +14,11 @@ from attnswitch.parallel import METHODS
 from attnswitch.verify.drawing.strategies import Space
 from attnswitch.verify.ranks.conductor import Conductor
 from attnswitch.verify.ranks.supervisor import Supervisor
-from attnswitch.verify.session import conduct
-from attnswitch.verify.session.conduct import Progress
+from attnswitch.verify.session import whole
 from attnswitch.verify.session.plan import RECIPES, Plan, Target
 from attnswitch.verify.session.pool import Here
 from attnswitch.verify.session.tally import Report
+from attnswitch.verify.session.whole import Progress
 
 __all__ = ["joined", "methods_of", "plan", "run"]
 
@@ -98,7 +98,7 @@ def run(
     chosen: Plan, conductor: Conductor, progress: Progress = lambda report, source, device, outcomes: None
 ) -> Report:
     """Carry ``chosen`` out on all ranks."""
-    report = conduct.run(chosen, progress, lambda plan: Here(plan, conductor.examine))
+    report = whole.run(chosen, progress, lambda plan: Here(plan, conductor.examine))
     report.environment = {**report.environment, "ranks": str(conductor)}
     return report
 

@@ -1,6 +1,6 @@
 """A whole run, from the plan to the report; kernels run in other processes, so that a crash or a hang is a finding.
 
-plan        what to do                      conduct     the phases of a run, and what fails in them
+plan        what to do                      whole       the phases of a run, and what fails in them
 pool        jobs, here or in workers        process     a worker as its parent sees it
 worker      the process kernels run in      journal     the case about to run, on disk
 explore     one job: Hypothesis draws       reduce      smaller cases, where Hypothesis cannot shrink
