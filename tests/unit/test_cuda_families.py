@@ -234,7 +234,7 @@ def told(problem: Problem, device: str) -> str:
 def test_explain_names_the_family_and_says_why() -> None:
     assert "forward by Hopper's kernel, hopper 128x128 s2\n" in told(PLAIN, "h200")
     assert "forward by the portable kernels, not by Hopper's (scale=-0.5" in told(PLAIN.replace(scale=-0.5), "h200")
-    dropout = told(PLAIN.replace(dropout=0.1), "h200")
+    dropout = told(PLAIN.replace(dropout=0.1, dim_v=192), "h200")
     assert "backward by the portable kernels, not by Hopper's (dropout_p=0.1" in dropout
     assert re.search(r"forward by a portable kernel, 128x\d+ w\d s2 r\d\n", told(PLAIN, "a100"))
     assert "Hopper" not in told(PLAIN, "cpu")

@@ -55,6 +55,7 @@ compiled = pytest.mark.skipif(emulator.unavailable() is not None, reason="no g++
         PLAIN.replace(alignment="bottom_right", seq_q=304, window=(64, 5), key_lengths=True),
         *(PLAIN.replace(dim_qk=dim, dim_v=dim) for dim in (8, 64, 96)),
         PLAIN.replace(softcap=30.0),
+        PLAIN.replace(dropout=0.1),
         PLAIN.replace(deterministic=True, grads="kv"),
         *(PLAIN.replace(attn_mask=lies) for lies in (Memory(align=2), Memory(strided=True), Memory(negative=True))),
     ],
@@ -77,7 +78,7 @@ def test_it_is_the_choice(problem: Problem) -> None:
         (PLAIN.replace(dim_v=256), "attn_mask with head dimension 256"),
         (PLAIN.replace(attn_mask=Memory(align=8), batch=1, seq_q=64), "attn_mask lies in no rows of 16-byte steps"),
         (PLAIN.replace(attn_mask=Memory(expanded=True)), "attn_mask is expanded"),
-        (PLAIN.replace(dropout=0.1), r"dropout_p=0\.1"),
+        (PLAIN.replace(dropout=0.1, grads="qkvm"), "gradient of attn_mask"),
     ],
     ids=str,
 )
@@ -118,7 +119,8 @@ def test_rows_are_prepared_for_a_float_mask(axes: str, kind: int) -> None:
     assert made.space == plain.space + rows
     assert made.begins == (0, *(at + 4 * rows for at in plain.begins[1:]))
     assert made.look is None
-    assert dict(made.steps[2].variant.flags) == {"MASKED": 0, "SOFTCAP": 0, "BIAS": kind, "ALIBI": 0}
+    flags = {"MASKED": 0, "SOFTCAP": 0, "BIAS": kind, "ALIBI": 0, "DROPOUT": 0}
+    assert dict(made.steps[2].variant.flags) == flags
     assert made.steps[2].variant.shared <= H200.on_chip
     places = [(0, *(64,) * 4)] * (5 if kind == 1 else 4)
     assert len(made.maps(*places)) == len(places)
