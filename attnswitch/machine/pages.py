@@ -24,16 +24,24 @@ class Pages(NamedTuple):
     scales: Array | None = None
 
     def rows(self, begin: int, end: int) -> Array:
-        """Rows ``begin`` to ``end``, (1, H, end - begin, D), as what they stand for. Nothing else is read."""
-        library = arrays.library_of(self.cache)
+        """Rows ``begin`` to ``end``, (1, H, end - begin, D), as what they stand for. No other page is read."""
+        library, page = arrays.library_of(self.cache), self.cache.shape[2]
         xp: Any = sys.modules[library]
-        at = xp.arange(begin, end, **({"device": self.cache.device} if library == "torch" else {}))
-        page = self.cache.shape[2]
-        pages = self.table[at // page]
+        first = begin // page
+        table = self.table[first : -(-end // page)]
         if self.scales is None:
-            return self.cache[pages, :, at % page].swapaxes(0, 1)[None]
-        bits = self.cache.view(xp.uint8)  # no library picks elements of every type of 8 bits
-        rows, scales = bits[pages, :, at % page].view(self.cache.dtype), self.scales[pages][..., None]
-        wide = rows.to(scales.dtype) if library == "torch" else rows.astype(scales.dtype)
-        with sys.modules["numpy"].errstate(all="ignore") if library == "numpy" else contextlib.nullcontext():
-            return (wide * scales).swapaxes(0, 1)[None]
+            rows = _picked(self.cache, table, library)
+        else:
+            bits = _picked(self.cache.view(xp.uint8), table, library)  # no library picks every type of 8 bits
+            rows, scales = bits.view(self.cache.dtype), self.scales[table][:, None, :, None]
+            wide = rows.to(scales.dtype) if library == "torch" else rows.astype(scales.dtype)
+            with sys.modules["numpy"].errstate(all="ignore") if library == "numpy" else contextlib.nullcontext():
+                rows = wide * scales
+        rows = rows.reshape(-1, *rows.shape[2:])[begin - first * page : end - first * page]
+        return rows.swapaxes(0, 1)[None]
+
+
+def _picked(cache: Array, table: Array, library: str) -> Array:
+    """The pages that ``table`` names, (M, page, H, D), which lie one after another."""
+    cache = cache.swapaxes(1, 2)
+    return cache.index_select(0, table) if library == "torch" else cache[table]
