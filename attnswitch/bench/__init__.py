@@ -12,5 +12,6 @@ generate    tokens per second of a model
 resident    resident memory of a call on the CPU
 overhead    what a small call costs beside torch's own
 estimate    what a problem has to cost; traffic counts its bytes
-ranks       the same of a sequence dealt among ranks: by splits, links, the pace of a call and the clock of rings
+ranks       the same of a sequence dealt among ranks: splits have its parts, links what a transfer takes, pace what a
+            call does, and rings the clock of it all
 """

@@ -143,8 +143,8 @@ def result_beside(
 ) -> Array | None:
     """A result or its gradient that the caller gives beside query, as an array of ``native`` that kernels take.
 
-    It is of ``shape`` once the heads of ``layout`` "BLHD" stand before L; "THD" is that of packed sequences. None stays
-    None. Raises ``InvalidProblem`` where it does not go with query.
+    It is of ``shape`` once the heads of ``layout`` "BLHD" stand before L; of packed sequences, "THD", as it is given.
+    None stays None. Raises ``InvalidProblem`` where it does not go with query.
     """
     if array is None:
         return None
@@ -153,11 +153,13 @@ def result_beside(
     check_beside(facts, role, query)
     if facts.dtype not in DTYPES:
         raise InvalidProblem(f"{role} has dtype {facts.dtype}: expected one of {', '.join(DTYPES)}")
-    if layout == "BLHD" and len(shape) == 4:
-        array, facts = swap_heads(array), swapped(facts)
+    turned = layout == "BLHD" and len(shape) == 4
+    if turned:
+        facts = swapped(facts)
     if facts.shape != shape:
         axes = "(T, H, D) or (H, T)" if packed else "(B, H, L, D) or (B, H, L)"
         raise InvalidProblem(f"{role} has shape {facts.shape}: expected {shape}, as {axes}")
+    array = swap_heads(array) if turned else array
     # Not part of the problem, so no backend was asked; torch could not take it.
     array = array.copy() if facts.memory.negative else array
     if packed:

@@ -28,17 +28,19 @@ class Pages(NamedTuple):
         library, page = arrays.library_of(self.cache), self.cache.shape[2]
         xp: Any = sys.modules[library]
         first = begin // page
-        table = self.table[first : -(-end // page)]
+        table, cache = self.table[first : -(-end // page)], self.cache
+        begin, end = begin - first * page, end - first * page
+        if end <= page:  # of a page longer than what is asked for, no more than that
+            cache, begin, end = cache[:, :, begin:end], 0, end - begin
         if self.scales is None:
-            rows = _picked(self.cache, table, library)
+            rows = _picked(cache, table, library)
         else:
-            bits = _picked(self.cache.view(xp.uint8), table, library)  # no library picks every type of 8 bits
+            bits = _picked(cache.view(xp.uint8), table, library)  # no library picks every type of 8 bits
             rows, scales = bits.view(self.cache.dtype), self.scales[table][:, None, :, None]
             wide = rows.to(scales.dtype) if library == "torch" else rows.astype(scales.dtype)
             with sys.modules["numpy"].errstate(all="ignore") if library == "numpy" else contextlib.nullcontext():
                 rows = wide * scales
-        rows = rows.reshape(-1, *rows.shape[2:])[begin - first * page : end - first * page]
-        return rows.swapaxes(0, 1)[None]
+        return rows.reshape(-1, *rows.shape[2:])[begin:end].swapaxes(0, 1)[None]
 
 
 def _picked(cache: Array, table: Array, library: str) -> Array:

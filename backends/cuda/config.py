@@ -272,7 +272,7 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
         keys = 64 if on_tensor_cores(problem) and not problem.cache else 32
         tile = Tile(height, keys, height // 16, 3)
         # In float32 the fewer stages, the more blocks an SM has, and the more can split keys.
-        staged = () if on_tensor_cores(problem) else (tile, replace(tile, stages=2), replace(tile, stages=1))
+        staged = () if problem.dtype != "float32" else (tile, replace(tile, stages=2), replace(tile, stages=1))
         if fitting := tuple(tile for tile in staged if fits(tile, "forward", problem, on_chip)):
             return fitting
     elif packs(problem) and problem.dtype != "float64":

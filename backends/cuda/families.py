@@ -19,7 +19,7 @@ from ..own import arithmetic
 from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .fused.choice import REGIME as FUSED
-from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, gradient_kernel, ordered
+from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, ordered
 
 __all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
 
@@ -41,7 +41,7 @@ _FEW_DIMS = 32, 128
 _LONG = 4096
 #: The head dimension up to which blocks may add to the gradient of the query in turn, and up to which a float mask is
 #: added.
-_WIDEST_ORDERED = _WIDEST_ADDED = 128
+_WIDEST_ORDERED = _WIDEST_ADDED = _WIDEST_DROPPED = 128
 _OPERANDS = ("query", "key", "value")
 #: Columns of a head that all kernels but the one of wide heads have room for.
 WIDEST = 256
@@ -161,8 +161,10 @@ def _backward(p: Problem) -> Iterator[str]:
         yield "deterministic=True with attn_mask: its blocks that add to dQ in turn add no mask"
     if p.adds_mask and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_ADDED:
         yield f"attn_mask with head dimension {widest}: it adds one up to {_WIDEST_ADDED}"
-    if p.dropout and gradient_kernel(p) != "backward":
-        yield f"dropout_p={p.dropout:g}: only its blocks of heads up to 128 that add in no order drop weights"
+    if p.dropout and ordered(p):
+        yield f"dropout_p={p.dropout:g} with deterministic=True: its blocks that add to dQ in turn drop no weights"
+    if p.dropout and (widest := max(p.dim_qk, p.dim_v)) > _WIDEST_DROPPED:
+        yield f"dropout_p={p.dropout:g} with head dimension {widest}: it drops weights up to {_WIDEST_DROPPED}"
     if p.dim_qk % 8:
         yield f"dim_qk={p.dim_qk}: it stores 8 columns at once"
 

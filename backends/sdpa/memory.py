@@ -12,15 +12,15 @@ def composed(problem: Problem, accepted: tuple[str, ...]) -> int:
     p = problem
     if not p.needs_mask:
         return 0
-    seen = p.hides_by_position or p.key_lengths  # of which there is a tensor
+    hides = p.hides_by_position or p.key_lengths  # of which there is a tensor
     item = 0 if p.mask is None else p.element("attn_mask")
     made = DTYPES[accepted[0]]
     if p.mask is not None and p.adds_mask:
         made = item if p.mask.dtype in accepted else item + DTYPES[accepted[-1]]
-        if not seen:
+        if not hides:
             return cost.hiding_elements(p) * (made - item)
         return cost.hiding_elements(p) * (made + 2)  # of what is visible, and what is not, a byte each
-    if seen:
+    if hides:
         return cost.hiding_elements(p) * (made + 1 + item)
     return cost.hiding_elements(p) * made
 

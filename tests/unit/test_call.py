@@ -298,6 +298,13 @@ def test_an_upstream_gradient_that_makes_no_sense(grad_out: Any, message: str, s
     assert not {"forward", "backward"} & set(spied)
 
 
+@pytest.mark.parametrize("grad_out", [G[0], G[0, 0], G[0, 0, 0], G[None]])
+def test_an_upstream_gradient_of_another_rank(grad_out: Any) -> None:
+    operands = (array.swapaxes(1, 2) for array in (Q, K, V))
+    with pytest.raises(InvalidProblem, match=r"grad_out has shape .* expected \(2, 4, 3, 6\)"):
+        attnswitch.attention_backward(grad_out, *operands, layout="BLHD")
+
+
 @pytest.mark.parametrize("window", [3, "ab", (), (1,), (1, 2, 3), (1.0, 2), (True, 1), np.array(3), torch.tensor(3)])
 def test_a_window_that_is_none_is_explained(window: Any) -> None:
     x = torch.randn(1, 2, 5, 8)

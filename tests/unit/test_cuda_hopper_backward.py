@@ -80,8 +80,8 @@ def test_it_takes_the_gradients(problem: Problem) -> None:
         (PLAIN, "a100", r"compute capability 9\.0"),
         (PLAIN.replace(dtype="float32", softcap=3.0), "h200", "float32"),
         (PLAIN.replace(mask=Mask("float32", "k")), "h200", "attn_mask of float32"),
-        (PLAIN.replace(dropout=0.1, deterministic=True), "h200", r"dropout_p=0\.1"),
-        (PLAIN.replace(dropout=0.1, dim_qk=192), "h200", r"dropout_p=0\.1"),
+        (PLAIN.replace(dropout=0.1, deterministic=True), "h200", r"dropout_p=0\.1 with deterministic=True"),
+        (PLAIN.replace(dropout=0.1, dim_qk=192), "h200", r"dropout_p=0\.1 with head dimension 192"),
         (PLAIN.replace(deterministic=True, dim_qk=192), "h200", "deterministic=True with head dimension 192"),
         (PLAIN.replace(deterministic=True, dim_v=256, grads="q"), "h200", "deterministic=True with head dimension 256"),
         (PLAIN.replace(dim_qk=20, query=Memory(align=16)), "h200", "dim_qk=20"),
@@ -99,6 +99,12 @@ def test_the_portable_kernels_take_the_rest(problem: Problem, device: str, words
     (reason,) = families.against_hopper_backward(problem, where)
     assert re.search(words, reason)
     assert next(config.configs(problem, where)).backward is None
+
+
+def test_heads_wider_than_any_tile_have_reasons() -> None:
+    wide = PLAIN.replace(dropout=0.1, dim_qk=320)
+    assert any("320" in reason for reason in families.against_hopper_backward(wide, H200))
+    assert registry.loaded("cuda").extra_bytes(wide, H200) >= 0
 
 
 def test_explain_says_that_blocks_take_turns() -> None:

@@ -56,7 +56,7 @@ def check(
     at_q, at_k = ([0, *itertools.accumulate(sizes)] for sizes in (queries, keys))
     where = Offsets(torch.tensor(at_q, dtype=integers), torch.tensor(at_k, dtype=integers))
     call: dict[str, Any] = {"is_causal": p.causal, "causal_alignment": p.alignment, "window": p.window}
-    call["softcap"] = p.softcap
+    call |= {"softcap": p.softcap, "dropout_p": p.dropout, "seed": 2**33 + 5 if p.dropout else None}
     by_distance = torch.linspace(0.5, 0.01, p.heads_q)[None] if slopes else None
     if by_distance is not None:
         call["alibi_slopes"] = by_distance[0].double()
@@ -80,7 +80,7 @@ def check(
         launches = backward.Backward(
             sequences.launched(p), choice.gradients(p), Device.cpu(), all_rows=(rows_q, rows_k)
         )
-        inputs = Inputs(q, k, v, offsets=where, alibi_slopes=by_distance)
+        inputs = Inputs(q, k, v, seed=call["seed"], offsets=where, alibi_slopes=by_distance)
         gradients = launches(inputs, made, known[None].contiguous(), grad_out, None)
         for name, gradient, wanted, at in zip(GRADIENTS, gradients, right, ends, strict=False):
             found = gradient[0].swapaxes(0, 1).double()
@@ -203,6 +203,13 @@ def test_keys_may_follow_others_in_a_block() -> None:
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 def test_sequences_may_be_empty(queries: Any, keys: Any, past: tuple[int, int], integers: torch.dtype) -> None:
     check("b1.h3/1.s1.d64.bf16.causal-br.varlen.grad", queries, keys, past, integers=integers)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", ["64", "128"])
+def test_dropout_counts_from_the_first_row_of_a_sequence(dims: str) -> None:
+    check(f"b1.h4/2.s1.d{dims}.fp16.causal.varlen.dropout=0.3.grad")
 
 
 @compiled

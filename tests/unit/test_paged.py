@@ -1,5 +1,6 @@
 """``attention_paged``: the same as attention of each sequence alone, over its keys gathered; and what it refuses."""
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -403,3 +404,26 @@ def test_the_verifier_passes_them_on(text: str) -> None:
     """``tune`` verifies what it measures: without the sinks every backend was found wrong."""
     case = Case.of(Problem.parse(text)).replace(check="reference")
     assert [outcome.verdict for outcome in examine(case, ["tiled", "reference"])] == ["verified", "verified"]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("page", [1, 8, 100])
+def test_rows_are_gathered_a_page_at_a_time(page: int, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of one page no more than is asked for: a page may be as long as a sequence, and is asked for tile by tile."""
+    held = np.arange(40 * page * 2 * 3.0).reshape(40, 2, page, 3)
+    names = np.array([7, 3, 39, 0, 11])
+    cache, table = (torch.from_numpy(x) if library == "torch" else x for x in (held, names))
+    pages = importlib.import_module("attnswitch.machine.pages")
+    gathered = []
+
+    def picked(cache: Any, *beside: Any, plain: Any = pages._picked) -> Any:
+        gathered.append(plain(cache, *beside))
+        return gathered[-1]
+
+    monkeypatch.setattr(pages, "_picked", picked)
+    for begin, end in ((0, 0), (0, page), (page // 2, page), (3 * page // 2, 4 * page), (4 * page, 5 * page)):
+        got = np.asarray(Pages(cache, table).rows(begin, end))
+        right = [held[names[j // page], :, j % page] for j in range(begin, end)]
+        np.testing.assert_array_equal(got, np.array(right).reshape(-1, 2, 3).swapaxes(0, 1)[None])
+        rows = gathered[-1].shape[0] * gathered[-1].shape[1]
+        assert rows == end - begin or (rows < end - begin + 2 * page and begin // page < (end - 1) // page)

@@ -19,6 +19,8 @@
 // BIAS: a float mask is added to scores. A tile of it comes with every tile of queries, or each thread loads what its keys
 // have for all queries (biased.cuh).
 //
+// DROPOUT: dV is of the weights that are kept, times 1 / (1 - p), and so is dP, which is 0 elsewhere (dropout.cuh).
+//
 // Barriers: `full` and `free` of every stage (barriers.cuh), that of keys included where a block goes on with others, and `written` and `gradients_free` of both tiles of dS.
 #include "hopper/backward/block.cuh"
 #include "hopper/backward/consumer.cuh"
