@@ -130,7 +130,11 @@ class ReferenceKernel(Kernel):
                 dq[b, h] = p.softmax_scale * _product(ds, head.k, visible)
                 dk[b, kv] += p.softmax_scale * _product(ds.T, head.q, visible.T)
                 dv[b, kv] += _product((head.p * head.z).T, do, visible.T)
-            return Gradients.wanted(p.grads, (dq, dk, dv, dmask), inputs[:4])
+            wanted = [
+                grad.astype(array.dtype) if letter in p.grads and grad is not None else None
+                for letter, grad, array in zip("qkvm", (dq, dk, dv, dmask), inputs[:4], strict=True)
+            ]
+        return Gradients(*wanted)
 
     def _head(self, inputs: Inputs, b: int, h: int) -> _Head:
         p = self.problem

@@ -208,7 +208,12 @@ class TiledKernel(Kernel):
                     dk[..., columns, :] += _group_product(ds, q, tile.visible)
             scale = self._dtype(p.softmax_scale)
             dq, dk = dq * scale, dk * scale
-            return Gradients.wanted(p.grads, (dq.reshape(inputs.query.shape), dk, dv, dmask), inputs[:4])
+            shaped = (dq.reshape(inputs.query.shape), dk, dv, dmask)
+            wanted = [
+                grad.astype(array.dtype) if letter in p.grads and grad is not None else None
+                for letter, grad, array in zip("qkvm", shaped, inputs[:4], strict=True)
+            ]
+        return Gradients(*wanted)
 
     def _statistics(self, inputs: Inputs, q: Array, lse: Array, rows: slice) -> tuple[Array, Array]:
         """What to subtract from the scores of a query tile, in two parts, so that exp gives P.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attnswitch.arrays import Array
@@ -144,12 +144,6 @@ class Gradients(NamedTuple):
     key: Array | None
     value: Array | None
     attn_mask: Array | None
-
-    @classmethod
-    def wanted(cls, letters: str, grads: Sequence[Array], operands: Sequence[Array]) -> Gradients:
-        """Those of NumPy's ``grads`` that ``letters`` ask for, each in the dtype of its operand."""
-        four = zip("qkvm", grads, operands, strict=True)
-        return cls(*(None if x is None or letter not in letters else x.astype(like.dtype) for letter, x, like in four))
 
 
 class GradientsWithSinks(Gradients):
