@@ -114,15 +114,14 @@ def test_it_takes_such_problems_on_a_hopper_by_its_own_kernels(device: str, more
     assert cuda.supports(problem, where) == ()
     hopper = device == "h200" and problem.dtype == "bfloat16"
     assert isinstance(next(cuda.configs(problem, where)).forward, tiles.Tile) != hopper
-    own = hopper and not problem.dropout
-    assert (next(cuda.configs(problem, where)).backward is not None) == own
+    assert (next(cuda.configs(problem, where)).backward is not None) == hopper
     for chosen in cuda.configs(problem, where):
         assert hopper or isinstance(chosen.forward, tiles.Tile)
-        assert own or chosen.backward is None
+        assert hopper or chosen.backward is None
     kernel = cuda.compile(problem, where, next(cuda.configs(problem, where)))
     names = [variant.kernel for variant in kernel.variants()]
     assert names[:2] == ["forward", "prepare"]
-    assert set(names[2:]) == ({"backward", "finish"} if own else {"query_gradient", "key_gradients"})
+    assert set(names[2:]) == ({"backward", "finish"} if hopper else {"query_gradient", "key_gradients"})
     assert all(variant.varlen for variant in kernel.variants())
 
 
@@ -182,7 +181,7 @@ def test_results_are_those_of_the_reference(
     compare(operands(past=(3, 2)), offsets(), dtype, max_seqlen_k=longest, **options)
     assert variants
     assert all(variant.varlen for variant in variants)
-    hoppers = dtype == "bfloat16" and not generic and not options.get("dropout_p")  # all of them
+    hoppers = dtype == "bfloat16" and not generic  # all of them
     portable = {variant.generic for variant in variants if variant.rows and variant.family == "portable"}
     assert portable == (set() if hoppers else {generic})
     assert ("hopper" in {variant.family for variant in variants}) == (dtype == "bfloat16")  # 37 queries are odd
