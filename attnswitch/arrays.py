@@ -16,22 +16,8 @@ from attnswitch.problem import CACHES, CONTIGUOUS, Memory
 from attnswitch.transformed import is_wrapped
 
 __all__ = [
-    "ROLES",
-    "Array",
-    "Facts",
-    "Intercepted",
-    "address",
-    "check_alive",
-    "check_dense",
-    "dispatches",
-    "facts",
-    "is_unlike",
-    "library_of",
-    "numbers_as_array",
-    "outline",
-    "passage",
-    "take",
-    "take_all",
+    *("Array", "Facts", "Intercepted", "ROLES", "address", "cast", "check_alive", "check_dense"),
+    *("dispatches", "facts", "is_unlike", "library_of", "numbers_as_array", "outline", "passage", "take", "take_all"),
 ]
 
 #: The operands of a call, in their order.
@@ -383,6 +369,11 @@ _PASSAGES = {
     ("dlpack", "torch"): _dlpack_to_torch,
     ("torch", "dlpack"): _torch_to_dlpack,
 }
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """``array`` in another dtype of its library; written to be traced."""
+    return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
 
 
 def numbers_as_array(numbers: Any, library: str, device: tuple[str, int], dtype: str = "int64") -> Array:

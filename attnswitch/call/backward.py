@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -136,12 +137,9 @@ def gradients(
     problem, kernel = call.launch.problem, call.launch.kernel
     rows = problem.batch, problem.heads_q, problem.seq_q
     wide = *rows, problem.dim_v
-
-    def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-        query = call.launch.facts[0]
-        assert query is not None
-        return result_beside(array, role, shape, query, call.native, options.layout)
-
+    query = call.launch.facts[0]
+    assert query is not None
+    beside = functools.partial(result_beside, query=query, native=call.native, layout=options.layout)
     upstream, upstream_lse = beside(grad_out, "grad_out", wide), beside(grad_lse, "grad_lse", rows)
     saved = beside(out, "out", wide), beside(lse, "lse", rows)
     if saved[0] is None or saved[1] is None:

@@ -172,11 +172,6 @@ def swap_heads(array: Array) -> Array:
     return array.swapaxes(1, 2)
 
 
-def cast(array: Array, dtype: Any) -> Array:
-    """``array`` in another dtype of its library; written to be traced."""
-    return array.to(dtype) if hasattr(array, "to") else array.astype(dtype)
-
-
 def swapped(facts: Facts) -> Facts:
     """Facts after ``swap_heads``; left alone where the rank is wrong, which is reported later."""
     if len(facts.shape) != 4:

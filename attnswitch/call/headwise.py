@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from attnswitch import arrays
@@ -157,9 +158,7 @@ def gradients(
     p = call.asked.problem
     rows = p.batch, p.heads_q, p.seq_q
 
-    def beside(array: Array | None, role: str, shape: tuple[int, ...]) -> Array | None:
-        return result_beside(array, role, shape, call.asked.query, call.native, options.layout)
-
+    beside = functools.partial(result_beside, query=call.asked.query, native=call.native, layout=options.layout)
     upstream = beside(grad_out, "grad_out", (*rows, p.dim_v)), beside(grad_lse, "grad_lse", rows)
     saved = beside(out, "out", (*rows, p.dim_v)), beside(lse, "lse", rows)
     axes = len(operands[3].shape) if len(operands) > 3 else 4

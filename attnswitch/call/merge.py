@@ -9,7 +9,7 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array, Facts, Intercepted
-from attnswitch.call.describe import cast, check_beside
+from attnswitch.call.describe import check_beside
 from attnswitch.call.entry import is_traced
 from attnswitch.call.options import LAYOUTS
 from attnswitch.errors import InvalidProblem
@@ -87,8 +87,8 @@ def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Arra
     total = xp.where(seen, total, xp.ones_like(total))
     lse = xp.where(seen, xp.log(total) + top[0], xp.full_like(total, -xp.inf))
     shares = (weights / total)[..., None]
-    out = sum(share * cast(part, share.dtype) for share, part in zip(shares, outs, strict=True))
-    return cast(out, outs[0].dtype), lse
+    out = sum(share * arrays.cast(part, share.dtype) for share, part in zip(shares, outs, strict=True))
+    return arrays.cast(out, outs[0].dtype), lse
 
 
 def _taken(array: Array, role: str) -> Facts:

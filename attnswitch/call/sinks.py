@@ -8,7 +8,6 @@ from typing import Any
 
 from attnswitch import arrays
 from attnswitch.arrays import Array
-from attnswitch.call.describe import cast
 
 __all__ = ["gradient", "written_out"]
 
@@ -26,9 +25,9 @@ def written_out(xp: Any, sinks: Array, out: Array, lse: Array, grad_out: Array |
     A sink is a key whose value is 0: its dS is P * (dlse - rowsum(dO * O)), with P = exp(sink - lse).
     """
     none = lse == -xp.inf  # rows without a sink or a key, and of no sequence, whose gradient may be anything
-    scores = cast(sinks, lse.dtype)[:, None] - lse
-    slope = xp.zeros_like(lse) if grad_lse is None else cast(grad_lse, lse.dtype)
+    scores = arrays.cast(sinks, lse.dtype)[:, None] - lse
+    slope = xp.zeros_like(lse) if grad_lse is None else arrays.cast(grad_lse, lse.dtype)
     if grad_out is not None:
-        slope = slope - (cast(grad_out, lse.dtype) * out).sum(-1)
+        slope = slope - (arrays.cast(grad_out, lse.dtype) * out).sum(-1)
     terms = xp.where(none, xp.zeros_like(lse), xp.exp(scores) * slope)
-    return cast(terms.sum((0, 2)), sinks.dtype)
+    return arrays.cast(terms.sum((0, 2)), sinks.dtype)

@@ -180,7 +180,7 @@ class OneByOne(Kernel):
         if not outs and not p.page and arrays.library_of(query) == "torch":  # still a function of the operands
             out = out + sum(operand[..., :0].sum() for operand in inputs[:3])
         if p.cache:
-            out = _cast(out, query.dtype)
+            out = arrays.cast(out, query.dtype)
         if any(lse is None for lse in lses):
             return out, None
         return out, _joined(lses, query, dtype="float64" if p.dtype == "float64" else "float32", axis=self._axis)
@@ -198,7 +198,7 @@ class OneByOne(Kernel):
             zip(_split(inputs.query, sizes, self._axis), bits, keys, strict=False)
         ):
             if self.problem.cache:
-                query = _cast(query, inputs.key_scale.dtype)  # type: ignore[union-attr]
+                query = arrays.cast(query, inputs.key_scale.dtype)  # type: ignore[union-attr]
             if of_tree is not None:
                 part = part._replace(attn_mask=trees.as_mask(of_tree, length))
             yield self._kernel(query.shape[_ROWS], length, number), part._replace(query=query)
@@ -254,10 +254,6 @@ def _split(array: Array | None, sizes: Sequence[int], axis: int = _ROWS) -> Sequ
         parts.append(array[(slice(None),) * axis + (slice(begin, begin + size),)])
         begin += size
     return parts
-
-
-def _cast(array: Array, dtype: Any) -> Array:
-    return array.to(dtype) if arrays.library_of(array) == "torch" else array.astype(dtype)
 
 
 def _joined(

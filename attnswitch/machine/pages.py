@@ -37,7 +37,7 @@ class Pages(NamedTuple):
         else:
             bits = _picked(cache.view(xp.uint8), table, library)  # no library picks every type of 8 bits
             rows, scales = bits.view(self.cache.dtype), self.scales[table][:, None, :, None]
-            wide = rows.to(scales.dtype) if library == "torch" else rows.astype(scales.dtype)
+            wide = arrays.cast(rows, scales.dtype)
             with sys.modules["numpy"].errstate(all="ignore") if library == "numpy" else contextlib.nullcontext():
                 rows = wide * scales
         return rows.reshape(-1, *rows.shape[2:])[begin:end].swapaxes(0, 1)[None]
