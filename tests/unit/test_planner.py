@@ -204,6 +204,26 @@ def test_plans_for_absent_hardware(text: str, device: Device, chosen: str | None
     assert all(c.unavailable is None for c in plan.candidates)
 
 
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "taken"),
+    [
+        ((9, 0), "9.18.1", False),
+        ((9, 0), "9.19.0", True),
+        ((9, 0), "9.22.0", True),
+        ((9, 0), "9.22.1", False),
+        ((10, 0), "9.26.0", False),
+    ],
+)
+def test_gradients_of_wide_heads_by_cudnn(capability: tuple[int, int], cudnn: str, taken: bool) -> None:
+    device = gpu("a GPU", capability, torch="2.15.0", cudnn=cudnn)
+    for dims in ("160", "136", "160/128"):
+        found = reasons(attnswitch.explain(f"b2.h4.s128.d{dims}.bf16.grad", device=device), "sdpa-cudnn")
+        assert ("only 192/128 and 256/256" in found) is not taken
+    assert "only 192/128" not in reasons(
+        attnswitch.explain("b2.h4.s128.d192/128.bf16.grad", device=device), "sdpa-cudnn"
+    )
+
+
 def test_known_devices_by_name() -> None:
     assert Device.parse("h200").capability == (9, 0)
     assert Device.parse("NVIDIA RTX 4090") == Device.named("rtx-4090")
