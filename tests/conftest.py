@@ -142,7 +142,26 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def as_launcher() -> Callable[[Callable[..., None]], Any]:
+    """What the driver's launches are, around what takes a stream and the addresses of parameters."""
+    driver = importlib.import_module("attnswitch.backends.cuda.launching.driver")
+
+    class Launcher(driver.Launcher):  # type: ignore[misc, name-defined]
+        def __init__(self, send: Callable[..., None]) -> None:
+            self.send = send
+
+        def __missing__(self, stream: int) -> Callable[[int, None], int]:
+            def launch(at: int, _: None) -> int:
+                self.send(stream, *(address for address in driver.parameters.from_address(at) if address))
+                return 0
+
+            return launch
+
+    return Launcher
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch, as_launcher: Callable[[Any], Any]) -> Callable[[], None]:
     """Has what CUDA kernels' launches send to a GPU run in the emulator from then on."""
     torch = importlib.import_module("torch")
     launching = "attnswitch.backends.cuda.launching"
@@ -156,12 +175,12 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         maps[id(tensor_map)] = tensor_map
         return id(tensor_map)
 
-    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Any:
         def send(stream: int, *pointers: int) -> None:
             passed = tuple(maps[each] for each in pointers[:-1])
             emulator.launch(variant, blocks, arguments.Arguments.from_address(pointers[-1]), passed)
 
-        return send
+        return as_launcher(send)
 
     def blank(size: int, *_: Any) -> Any:
         array = torch.full((size,), run.workspace.BLANK, dtype=torch.uint8)

@@ -112,7 +112,7 @@ def _kind(given: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...] | No
         if not knows_again(query):
             return None
         grows = given[1] if given[_TABLE] is None else given[_TABLE]
-        context = _policy_of_context(), _look_of_context(), view.generation(), modes_of(query)
+        context = _policy_of_context(), _look_of_context(), view.generation, modes_of(query)
         kind = *said, query.get_device(), query.shape, grows.shape, *context
     except Intercepted:
         return None  # where that matters, the way of any call says so

@@ -62,7 +62,7 @@ def attend(
         (_MODES.get(type(query)) or _modes_of(query))(),
         _policy_of_context(),
         _look_of_context(),
-        view.generation(),
+        view.generation,
     )
     try:
         asked = _requests.get(said) or _requested(said)
@@ -101,7 +101,7 @@ def request(
     grads: str,
 ) -> Request:
     """The request that a call for gradients is, one for equal calls in equal contexts. Raises ``InvalidProblem``."""
-    context = modes_of(query), _policy_of_context(), _look_of_context(), view.generation()
+    context = modes_of(query), _policy_of_context(), _look_of_context(), view.generation
     said = options, not seeded, not masked, not lengths, backend, policy, None, grads, *context
     try:
         return _requests.get(said) or _requested(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ __all__ = ["differentiable", "differentiable_form", "prepared", "prepared_form",
 
 #: As kernels have results.
 _STRAIGHT = Order()
+#: ``Inputs`` of all its fields, without a frame of Python's, and those from ``offsets`` on.
+_inputs: Callable[[tuple[Any, ...]], Inputs] = functools.partial(tuple.__new__, Inputs)
+_NO_MORE = (None,) * (len(Inputs._fields) - Inputs._fields.index("offsets"))
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
@@ -114,13 +118,15 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     def with_lse(
         query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
     ) -> tuple[Any, Any]:
-        both: tuple[Any, Any] = apply(query, key, value, attn_mask, work.of(key_lengths, seed))
+        own = work if key_lengths is seed is None else work.of(key_lengths, seed)
+        both: tuple[Any, Any] = apply(query, key, value, attn_mask, own)
         return both
 
     def without(
         query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
     ) -> tuple[Any, Any]:
-        return apply(query, key, value, attn_mask, work.of(key_lengths, seed)), None
+        own = work if key_lengths is seed is None else work.of(key_lengths, seed)
+        return apply(query, key, value, attn_mask, own), None
 
     return with_lse if problem.lse else without
 
@@ -176,8 +182,6 @@ class _Work:
 
     def of(self, key_lengths: Any, seed: int | None) -> _Work:
         """The same of a call with these."""
-        if key_lengths is seed is None:
-            return self
         return _Work(self.problem, self.forward, self.backward, key_lengths, seed)
 
 
@@ -197,8 +201,10 @@ class _Attention(torch.autograd.Function):
         ctx.steps = list(map(_steps, given)) if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(out, lse, *given)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if work.problem.lse else out
+        if work.problem.lse:  # a gradient of the only output is always there
+            ctx.set_materialize_grads(False)
+            return out, lse
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
@@ -210,7 +216,7 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = Inputs(query, key, value, attn_mask, lengths, work.seed)
+        inputs = _inputs((query, key, value, attn_mask, lengths, work.seed, *_NO_MORE))
         if beside:
             inputs = _with(inputs, tuple(beside))
         try:

@@ -36,8 +36,11 @@ def call(
     *given: Any,
 ) -> Any:
     """What ``attention`` returns; ``given`` are the options in the order of ``Options``."""
-    if hasattr(query, "is_cuda") and _compiling():  # is_traced, without a call more
-        return traced(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
+    if hasattr(query, "is_cuda"):  # is_traced, without a call more
+        import torch
+
+        if torch.compiler.is_dynamo_compiling():
+            return traced(query, key, value, attn_mask, key_lengths, seed, backend, policy, *given)
     options = read.of_call(*given)
     if seed is not None:
         seed = seed_of(seed)

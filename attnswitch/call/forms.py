@@ -74,7 +74,7 @@ def called(asked: Asked, backend: str | None, policy: Policy | str | None, *, re
         raise no_name(backend)
     key = asked.problem, asked.device, backend, effective(policy)
     try:
-        return _by(asked, *_built(*key, view.generation(), restarts))
+        return _by(asked, *_built(*key, view.generation, restarts))
     except _NotNow:
         pass
     return _by(asked, *planner.build(*key, restarts=restarts))._replace(lasting=False)

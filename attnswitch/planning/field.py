@@ -79,7 +79,7 @@ def order(problem: Problem, device: Device) -> tuple[Row, ...]:
 
     A backend without one stands behind those that have one, as the registry has them.
     """
-    return _ranked(device, view.generation(), forecast(problem, device))
+    return _ranked(device, view.generation, forecast(problem, device))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -83,7 +83,7 @@ def make_plan(
     """
     if backend is not None:
         _check_name(backend)
-    return _remembered(problem, device, backend, policy, run, view.generation())
+    return _remembered(problem, device, backend, policy, run, view.generation)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -117,7 +117,7 @@ class Wisdom:
         """
         if not self.times:
             return {}
-        key = speed_class(problem), device, tuple(backends), _generation
+        key = speed_class(problem), device, tuple(backends), generation
         near = self._nearest.get(key)
         if near is None:
             near = self._nearest[key] = self._look_near(problem, device, backends)
@@ -194,20 +194,16 @@ _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # a fork must not find it held by a thread that it does not have
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _wisdom: Wisdom | None = None
-#: Counts the changes of what plans depend on.
-_generation = 0
-
-
-def generation() -> int:
-    """A number that grows whenever anything that plans depend on changes. A plan holds for one generation."""
-    return _generation
+#: A number that grows whenever anything that plans depend on changes. A plan holds for one generation. It is read here
+#: by every call, for which a function would be too long a way.
+generation = 0
 
 
 def changed() -> None:
     """Begin a new generation: the wisdom has changed, or which backends there are."""
-    global _generation
+    global generation
     with _lock:
-        _generation += 1
+        generation += 1
 
 
 def indexed(records: Iterable[Record]) -> Wisdom:

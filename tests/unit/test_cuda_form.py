@@ -29,23 +29,23 @@ CALLS = "lengths", "query_offsets", "key_offsets", "sinks", "slopes", "table", "
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def gpu(monkeypatch: pytest.MonkeyPatch, as_launcher: Callable[[Any], Any]) -> list[Any]:
     """Launches, as they are sent to a GPU whose tensors are here: number -1, as torch has the CPU."""
     sent: list[Any] = []
 
-    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Any:
         def send(stream: int, *pointers: int) -> None:
             passed = ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
             whole = arguments.Arguments.from_buffer_copy(passed)
             sent.append(((variant, blocks, beside, stream, pointers[:-1]), whole))
 
-        return send
+        return as_launcher(send)
 
     blank = run.workspace.Places(4096, 4096, None)
     monkeypatch.setattr(run, "sender", sender)
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
     monkeypatch.setattr(run.workspace, "blank", lambda *_: blank)
-    monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: hash(self)))
+    monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: abs(hash(self))))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17 + index, raising=False)
     return sent

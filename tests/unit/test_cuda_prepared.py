@@ -28,18 +28,18 @@ H200 = Device.named("h200")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def gpu(monkeypatch: pytest.MonkeyPatch, as_launcher: Callable[[Any], Any]) -> list[Any]:
     """Launches, as they are sent to a GPU whose tensors are here: number -1, as torch has the CPU."""
     sent: list[Any] = []
 
-    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
+    def sender(variant: Any, blocks: int, index: int, *, beside: bool = False) -> Any:
         def send(stream: int, *pointers: int) -> None:
             passed = arguments.Arguments.from_buffer_copy(
                 ctypes.string_at(pointers[-1], ctypes.sizeof(arguments.Arguments))
             )
             sent.append(((variant, beside), variant, blocks, stream, pointers[:-1], passed))
 
-        return send
+        return as_launcher(send)
 
     monkeypatch.setattr(run, "sender", sender)
     monkeypatch.setattr(run.memory, "on_cpu", lambda _: False)
@@ -109,6 +109,30 @@ def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyP
         for _ in range(2):
             forward(*inputs[:3])
             assert gpu[-1][4] == tuple(operand.data_ptr() + 1 for operand in inputs[:3])
+
+
+def test_a_step_like_one_before_is_short(gpu: list[Any], monkeypatch: pytest.MonkeyPatch, entered: Any) -> None:
+    """Functions of ours entered from torch's autograd to the driver: in its engine's thread each is a microsecond."""
+    monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: self.address + 1))
+    p = Problem.parse("b2.h4.s64.d64.bf16.grad")
+    made, inputs = kernel(str(p)), operands(p)
+    q, k, v = (operand.requires_grad_() for operand in inputs[:3])
+    attend = autograd.prepared(p, made, made.prepared(inputs))
+
+    def forward() -> None:
+        results.append(attend(q, k, v)[0])
+
+    results, ones = list[torch.Tensor](), torch.ones_like(q)
+    for _ in range(3):
+        forward()
+        torch.autograd.grad(results[-1], (q, k, v), ones)
+
+    def ours(call: Callable[[], object]) -> list[str]:
+        names = [name for module, name in entered(call) if module.startswith("attnswitch")]
+        return [name for name in names if name != "<lambda>"]  # that of torch's allocator, which a GPU has in C++
+
+    assert ours(forward) == ["without", "forward", "attend", "alone", "__call__"]
+    assert ours(lambda: torch.autograd.grad(results[-1], (q, k, v), ones)) == ["backward", "differentiate"]
 
 
 @pytest.mark.parametrize("mask", ["", ".mask=bool:qk", ".mask=bool:bk"])

@@ -418,13 +418,13 @@ def test_times_hold_for_their_class_and_signature() -> None:
 def test_whatever_plans_rest_on_begins_another_generation() -> None:
     changes: list[Callable[[], None]] = [lambda: view.remember([time()]), view.reload, view.changed]
     for change in changes:
-        before = view.generation()
+        before = view.generation
         change()
-        assert view.generation() > before
-    before = view.generation()
+        assert view.generation > before
+    before = view.generation
     view.remember([])
     view.current()
-    assert view.generation() == before
+    assert view.generation == before
 
 
 def test_one_look_tells_what_was_tried_of_several_backends() -> None:

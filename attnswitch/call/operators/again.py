@@ -55,7 +55,7 @@ class _Way:
 
 
 def _context() -> tuple[Any, ...]:
-    return _policy_of_context(), _look_of_context(), _recording(), view.generation()
+    return _policy_of_context(), _look_of_context(), _recording(), view.generation
 
 
 class _Again:

@@ -53,7 +53,7 @@ def forecast(problem: Problem, device: Device) -> Forecast:
     table = _of(problem, device)
     if table is None:
         return _NOTHING
-    key = speed_class(problem), device, view.generation()
+    key = speed_class(problem), device, view.generation
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MOST:
@@ -78,7 +78,7 @@ def _made(table: Table, problem: Problem, device: Device) -> Forecast:
     if view.current().times:
         from attnswitch.planning.forecast.correction import correction  # imports NumPy
 
-        known = correction(table, device, view.generation())
+        known = correction(table, device, view.generation)
         ms, here = known.apply(ms, table.point(problem, device)), known.problems
     return Forecast(ms, len(table.points), table.devices, table.date, here)
 

@@ -16,7 +16,7 @@ from ..compiling.variant import Variant
 from ..launching import arguments, memory, run, workspace
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
-from ..launching.tensor_maps import Passed, TensorMap, remembered, tensor_map
+from ..launching.tensor_maps import Remembered, TensorMap, tensor_map
 from .survey import Survey
 from .tiles import SMS, HopperTile, bias, dims, shared
 
@@ -82,16 +82,14 @@ class Forward(ForwardLaunches):
         operands: tuple[Any, ...] = inputs[: len(self._mapped)]
         steps = [operand.stride() for operand in operands]
 
-        maps_at = remembered(lambda at: self._maps(*((to, *step) for to, step in zip(at, steps, strict=True))))
-
-        def maps_of(a: Arguments, at: tuple[int, ...]) -> Passed:
-            return maps_at((*at, a.mask.at) if self._biased else at)
+        biased = self._biased
+        maps_at = Remembered(lambda *at: self._maps(*((to, *step) for to, step in zip(at, steps, strict=True))))
 
         if self._survey is not None:
             look = self._survey.bound(inputs.attn_mask, index)
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-                passed = maps_of(a, at)
+                passed = maps_at[(*at, a.mask.at) if biased else at]
                 space = look(a, stream)
                 send(stream, *passed.pointers, ctypes.addressof(a))
                 del space
@@ -100,7 +98,7 @@ class Forward(ForwardLaunches):
         if self._counts:
 
             def counted(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-                passed = maps_of(a, at)
+                passed = maps_at[(*at, a.mask.at) if biased else at]
                 places = workspace.blank(run.COUNTER, like, stream)
                 a.counter = places.address
                 send(stream, *passed.pointers, ctypes.addressof(a))
@@ -108,7 +106,7 @@ class Forward(ForwardLaunches):
             return counted
 
         def alone(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-            passed = maps_of(a, at)
+            passed = maps_at[(*at, a.mask.at) if biased else at]
             send(stream, *passed.pointers, ctypes.addressof(a))
 
         return alone

@@ -17,7 +17,7 @@ from ..launching import arguments, memory, run
 from ..launching.arguments import Arguments, put
 from ..launching.forward import ForwardLaunches
 from ..launching.merging import Merging
-from ..launching.tensor_maps import TensorMap, remembered, tensor_map
+from ..launching.tensor_maps import Remembered, TensorMap, tensor_map
 from .tiles import SMS, LatentTile, latent_dims, latent_heads, latent_shared, latent_tiles
 
 __all__ = ["Forward"]
@@ -85,11 +85,11 @@ class Forward(ForwardLaunches):
         def maps_of(*at: int) -> tuple[TensorMap, ...]:
             return self._maps(shapes, [(to, *step) for to, step in zip(at, steps, strict=True)])
 
-        maps_at = remembered(maps_of)
+        maps_at = Remembered(maps_of)
 
         def whole(a: Arguments, at: tuple[int, ...], _: Any, stream: int) -> None:
             a.values_within = within and at[1] == at[2]
-            passed = maps_at(*at[:3])
+            passed = maps_at[at[:3]]
             send(stream, *passed.pointers, ctypes.addressof(a))
 
         if self._merging is None:

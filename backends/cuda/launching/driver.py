@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["DriverError", "encode", "function", "launcher", "load"]
+__all__ = ["DriverError", "Launcher", "encode", "function", "load", "parameters"]
 
 #: Bytes of a CUtensorMap, and of which multiple its address is.
 _MAP_BYTES, _ALIGNED = 128, 64
@@ -53,7 +53,7 @@ class _Config(ctypes.Structure):
 
 
 #: Addresses of a kernel's parameters: five tensor maps at most, and the arguments.
-_Parameters = ctypes.c_void_p * 6
+parameters = ctypes.c_void_p * 6
 #: Streams whose configs a launch remembers; beyond, it forgets them all.
 _STREAMS = 64
 _OVERLAPS = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
@@ -88,30 +88,39 @@ def function(module: int, name: str, shared: int) -> int:
     return found.value or 0
 
 
-def launcher(function: int, blocks: int, threads: int, shared: int, *, beside: bool = False) -> Callable[..., None]:
-    """How to launch ``blocks`` blocks: on a stream, with parameters at these addresses, which it has copied by its end.
+class Launcher(dict[int, Callable[[int, None], int]]):
+    """By stream, what launches ``blocks`` blocks on it.
 
-    ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch. A launch
-    raises ``DriverError``.
+    Given the address of ``parameters``, which it has copied by its end, and None, that returns what ``check`` is told.
+    A call of the launcher does both, with a frame of Python's, which takes a microsecond in the thread of torch's
+    engine. ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch.
     """
-    call, address, parameters = _library().cuLaunchKernelEx, ctypes.addressof, _Parameters
-    #: Configs by stream: ctypes takes longer to fill one than to call.
-    configs: dict[int, tuple[int, _Config]] = {}
 
-    # All in one function: a backward runs in the thread of torch's engine, where a frame more is microseconds.
-    def launch(stream: int, *pointers: int) -> None:
-        config = configs.get(stream)
-        if config is None:
-            if len(configs) >= _STREAMS:
-                configs.clear()
-            made = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPS), int(beside))
-            config = configs[stream] = address(made), made
+    def __init__(self, function: int, blocks: int, threads: int, shared: int, *, beside: bool = False) -> None:
+        super().__init__()
+        self._function = function
+        self._config = (blocks, 1, 1), (threads, 1, 1), shared
+        self._attributes = ctypes.pointer(_OVERLAPS), int(beside)
+
+    def __missing__(self, stream: int) -> Callable[[int, None], int]:
+        if len(self) >= _STREAMS:
+            self.clear()
+        config = _Config(*self._config, stream, *self._attributes)
+        launch: Any = functools.partial(_library().cuLaunchKernelEx, ctypes.addressof(config), self._function)
+        launch.config = config  # for as long as there is somebody who launches by it
+        self[stream] = launch
+        return launch  # type: ignore[no-any-return]
+
+    def __call__(self, stream: int, *pointers: int) -> None:
+        """Launch it on ``stream`` with parameters at these addresses. Raises ``DriverError``."""
         passed = parameters(*pointers)
-        result = call(config[0], function, address(passed), None)
-        if result:
-            _do("cuLaunchKernelEx", config[0], function, address(passed), None, result=result)
+        if result := self[stream](ctypes.addressof(passed), None):
+            self.check(result, stream, passed)
 
-    return launch
+    def check(self, result: int, stream: int, passed: Any) -> None:
+        """What a launch on ``stream`` with ``parameters`` returned. Raises ``DriverError`` where it was refused."""
+        launch: Any = self[stream]
+        _do("cuLaunchKernelEx", *launch.args, ctypes.addressof(passed), None, result=result)
 
 
 def encode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from attnswitch.machine.backend import Backward, Forward, Gradients, Inputs, Order
 from attnswitch.problem import Problem
 
-from . import arguments, memory, run, tensor_maps
+from . import arguments, driver, memory, run, tensor_maps
 from .arguments import Arguments
 from .backward import BackwardLaunches, turned
 from .forward import ForwardLaunches
@@ -95,7 +96,7 @@ def backward(
     mapped = any(step.mapped for step in launch.steps)
     lie = by_query, by_key, by_value
     by_mask = (inputs.attn_mask.stride(),) if launch.maps_mask and inputs.attn_mask is not None else ()
-    maps_at = tensor_maps.remembered(
+    maps_at = tensor_maps.Remembered(
         lambda at, by_grad: launch.maps(*((to, *by) for to, by in zip(at, (*lie, by_grad, *by_mask), strict=True)))
     )
     launches = [
@@ -110,7 +111,8 @@ def backward(
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, as they are given and as kernels have them.
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    address, gradients = ctypes.addressof, Gradients
+    address, parameters = ctypes.addressof, driver.parameters
+    gradients = functools.partial(tuple.__new__, Gradients)
 
     def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
         """The rows, or a copy, with their address and strides."""
@@ -120,7 +122,7 @@ def backward(
             known[rows.stride()] = steps
         return read, at, steps
 
-    # It calls as little as it can, since it runs in the thread of torch's engine: see ``driver.launcher``.
+    # It calls as little as it can, since it runs in the thread of torch's engine: see ``driver.Launcher``.
     def differentiate(inputs: Inputs, out: Any, lse: Any, grad_out: Any, grad_lse: Any) -> Gradients:
         given: Any = inputs
         query, key, value, mask, lengths, seed, offsets, sinks, slopes = given[:9]
@@ -170,15 +172,15 @@ def backward(
         at, where = address(a), stream(index)
         looked = None if look is None else look(a, where)
         mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
-        maps = maps_at(mapped_at, by_grad) if mapped else tensor_maps.NONE
+        alone = parameters(at)
+        with_maps = parameters(*maps_at[mapped_at, by_grad].pointers, at) if mapped else alone
         for send, counts, takes_maps in launches:
             a.section, a.splits, a.awaited = counts
-            if takes_maps:
-                send(where, *maps.pointers, at)
-            else:
-                send(where, at)
+            passed = with_maps if takes_maps else alone
+            if result := send[where](address(passed), None):
+                send.check(result, where, passed)
         del looked  # not before: what it points to is the next launch's from here on
-        return gradients(grad_query, grad_key, grad_value, grad_mask)
+        return gradients((grad_query, grad_key, grad_value, grad_mask))
 
     return differentiate
 

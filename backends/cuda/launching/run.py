@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from attnswitch.machine.builds import Build
@@ -70,13 +70,13 @@ def _blank(size: int, like: Any) -> Any:
     return array
 
 
-def sender(variant: Variant, blocks: int, index: int, *, beside: bool = False) -> Callable[..., None]:
-    """How to launch ``blocks`` blocks on GPU ``index``, the current one, as ``driver.launcher`` says.
+def sender(variant: Variant, blocks: int, index: int, *, beside: bool = False) -> driver.Launcher:
+    """What launches ``blocks`` blocks on GPU ``index``, the current one.
 
     ``beside`` is as for ``start``. Raises ``CompileError`` and ``driver.DriverError``.
     """
     overlaps = beside and _overlaps()
-    return driver.launcher(loaded(variant, index), blocks, variant.threads, variant.shared, beside=overlaps)
+    return driver.Launcher(loaded(variant, index), blocks, variant.threads, variant.shared, beside=overlaps)
 
 
 @functools.cache

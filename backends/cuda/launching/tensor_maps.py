@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +12,7 @@ from attnswitch.problem import DTYPES
 
 from . import driver
 
-__all__ = ["COLUMNS", "NONE", "EmulatedMap", "Passed", "TensorMap", "remembered", "tensor_map"]
+__all__ = ["COLUMNS", "EmulatedMap", "Passed", "Remembered", "TensorMap", "tensor_map"]
 
 #: Columns that a load brings, the span of the swizzle: PANEL of ``src/hopper/tma.cuh``.
 COLUMNS = 64
@@ -86,21 +86,16 @@ class Passed(NamedTuple):
     pointers: tuple[int, ...]
 
 
-#: For a launch that takes none.
-NONE = Passed((), ())
-
-
-def remembered(make: Callable[..., tuple[TensorMap, ...]]) -> Callable[..., Passed]:
+class Remembered(dict[tuple[Any, ...], Passed]):
     """The maps that ``make`` makes, by what it is given: a launch finds those of all its operands at once."""
-    known: dict[tuple[Hashable, ...], Passed] = {}
 
-    def find(*given: Hashable) -> Passed:
-        passed = known.get(given)
-        if passed is None:
-            maps = make(*given)
-            if len(known) >= _KEPT:
-                known.clear()
-            passed = known[given] = Passed(maps, tuple(each.pointer for each in maps))
+    def __init__(self, make: Callable[..., tuple[TensorMap, ...]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, given: tuple[Any, ...]) -> Passed:
+        maps = self._make(*given)
+        if len(self) >= _KEPT:
+            self.clear()
+        passed = self[given] = Passed(maps, tuple(each.pointer for each in maps))
         return passed
-
-    return find
