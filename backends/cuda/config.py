@@ -22,7 +22,7 @@ from .hopper.tiles import HopperGradients, HopperTile, LatentTile
 from .portable import choice as portable_choice
 from .portable import timed
 from .portable.splits import schedule
-from .portable.tiles import FEW, FEWER, Tile, fits, mixed, on_tensor_cores, packs, rows, shrunk
+from .portable.tiles import FEW, FEWER, Tile, brief, fits, mixed, on_tensor_cores, packs, rows, shrunk
 
 __all__ = ["CudaConfig", "configs"]
 
@@ -32,6 +32,8 @@ _PARTS = (1, 2, 3, 4, 5, 6, 8, 12)
 _LEAST_ROWS = 4
 #: Where there are no gradients.
 _NONE = Tile(16, 16, 1, 1)
+#: Where a few queries see a few keys.
+_BRIEF = Tile(32, 32, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,7 @@ def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
         height = 1 << (few - 1).bit_length()
         # What is stored in 8 bits is widened by the warps of a block, of which an SM then has more.
         keys = 64 if on_tensor_cores(problem) and not problem.cache else 32
-        tile = Tile(height, keys, height // 16, 3)
+        tile = _BRIEF if brief(problem) else Tile(height, keys, height // 16, 3)
         # In float32 the fewer stages, the more blocks an SM has, and the more can split keys.
         staged = () if problem.dtype != "float32" else (tile, replace(tile, stages=2), replace(tile, stages=1))
         if fitting := tuple(tile for tile in staged if fits(tile, "forward", problem, on_chip)):

@@ -20,6 +20,7 @@ from ..own.regimes import DIMS, PRODUCTS, large
 from .classes import per_class
 from .fused.choice import REGIME as FUSED
 from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, ordered
+from .portable.tiles import FEWER, brief
 
 __all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
 
@@ -219,6 +220,8 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
     yield from few
     if few:
         return
+    if brief(p) and device.kind != "cpu":  # the emulator has nothing but such
+        yield f"{p.seq_q} queries that see at most {FEWER} keys: smaller tiles load less"
     tiles = p.batch * p.heads_q * -(-p.seq_q // _ROWS)
     if p.seq_k >= _LONG and 8 * tiles <= device.sms:
         yield f"{tiles} tiles of queries for {device.sms} SMs: it does not split keys"

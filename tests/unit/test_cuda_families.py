@@ -307,13 +307,33 @@ def test_a_mask_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parts[1].kernel for parts in found] == ["survey", "forward"] * 2
     for (_, survey, blocks, arguments, looked, *_), (_, forward, _, passed, *rest) in (found[:2], found[2:]):
         assert (survey.columns, survey.family) == (forward.columns, "hopper")
-        assert blocks == 4 * (1024 // 64) * 4, "planes, groups of rows, bytes of a word"
+        assert blocks == 4 * (1024 // 64), "planes and groups of rows, of eight tiles"
         assert (arguments.mask_batch, arguments.mask_heads, arguments.mask_rows) == (4, 1, 1024)
         assert arguments.counter == looked.data_ptr() == passed.counter
         assert looked.data_ptr() < arguments.mask_sets < arguments.mask_bits < looked.data_ptr() + 4 * looked.numel()
         assert dict(forward.flags)["MASKED"] == 1
         assert len(rest) == 2, "no counter to be cleared"
     assert found[0][3].counter != found[2][3].counter
+
+
+@pytest.mark.parametrize(
+    ("text", "hoppers"),
+    [
+        ("b4.h16.s48.d64.bf16", False),
+        ("b4.h16.s64.d128.fp16", False),
+        ("b4.h16.s65.d64.bf16", True),
+        ("b4.h16.s64x65.d64.bf16", True),
+        ("b4.h16.s40x531.d64.fp16.causal", False),
+        ("b4.h16.s40x531.d64.fp16.causal-br", True),
+        ("b4.h16.s64.d192.bf16", True),
+        ("b4.h16/4.s48.d64.bf16", True),  # whose rows fill Hopper's tiles
+    ],
+)
+def test_few_queries_that_see_few_keys_have_small_tiles(text: str, hoppers: bool) -> None:
+    problem = Problem.parse(text)
+    assert (not families.against_hopper(problem, H200)) is hoppers
+    chosen = next(config.configs(problem, H200)).forward
+    assert (str(chosen) == "32x32 w2 s2 r1") is not hoppers
 
 
 @pytest.mark.parametrize(("softcap", "flag"), [(0.0, 0), (30.0, 1)])

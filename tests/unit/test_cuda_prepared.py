@@ -101,7 +101,7 @@ def test_it_passes_what_the_general_one_passes(text: str, turned: bool, gpu: lis
 def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     maps = importlib.import_module("attnswitch.backends.cuda.launching.tensor_maps")
     monkeypatch.setattr(maps.TensorMap, "pointer", property(lambda self: self.address + 1))
-    made, p = kernel("b2.h4.s64.d64.bf16"), Problem.parse("b2.h4.s64.d64.bf16")
+    made, p = kernel("b2.h4.s72.d64.bf16"), Problem.parse("b2.h4.s72.d64.bf16")
     assert made._forward.variant.family == "hopper"
     forward = made.prepared(operands(p))
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_maps_are_found_by_addresses(gpu: list[Any], monkeypatch: pytest.MonkeyP
 def test_a_step_like_one_before_is_short(gpu: list[Any], monkeypatch: pytest.MonkeyPatch, entered: Any) -> None:
     """Functions of ours entered from torch's autograd to the driver: in its engine's thread each is a microsecond."""
     monkeypatch.setattr(tensor_maps.TensorMap, "pointer", property(lambda self: self.address + 1))
-    p = Problem.parse("b2.h4.s64.d64.bf16.grad")
+    p = Problem.parse("b2.h4.s72.d64.bf16.grad")
     made, inputs = kernel(str(p)), operands(p)
     q, k, v = (operand.requires_grad_() for operand in inputs[:3])
     attend = autograd.prepared(p, made, made.prepared(inputs))

@@ -73,7 +73,7 @@ def check(mask: Any, keys: int) -> Any:
 
 
 @pytest.mark.parametrize("keys", TILES)
-@pytest.mark.parametrize("sizes", [(40, 100), (130, 1000), (64, 256)], ids=str)
+@pytest.mark.parametrize("sizes", [(40, 100), (130, 1000), (64, 256), (600, 51), (260, 136)], ids=str)
 def test_every_shape_that_broadcasts(sizes: tuple[int, int], keys: int) -> None:
     rng = np.random.default_rng(keys)
     for b, h, lq, lk in product((1, 2), (1, 3), (1, sizes[0]), (1, sizes[1])):

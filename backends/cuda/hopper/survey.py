@@ -68,8 +68,14 @@ class Survey(Look):
         b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
         words, groups = arithmetic.tiles(self._tiles, _BITS), arithmetic.tiles(rows, _ROWS)
         sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
+        parts = arithmetic.tiles(groups, _teams(self._tiles)) * arithmetic.tiles(self._tiles, _TILES)
         bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
-        return _Looks(b, h, rows, sets, bits, b * h * groups * words * (_BITS // _TILES))
+        return _Looks(b, h, rows, sets, bits, b * h * parts)
+
+
+def _teams(tiles: int) -> int:
+    """Groups of rows that a block takes where there are so many tiles of keys."""
+    return max(1, _TILES >> (tiles - 1).bit_length())
 
 
 class _Looks(NamedTuple):

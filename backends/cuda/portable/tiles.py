@@ -16,6 +16,7 @@ __all__ = [
     "ROWS_A_BLOCK",
     "Tile",
     "block",
+    "brief",
     "fits",
     "left",
     "mixed",
@@ -34,6 +35,8 @@ __all__ = [
 #: Rows of a matrix instruction: so many, or fewer, are a tile that all warps of a block have; and rows up to which a
 #: tile has all of them.
 FEW, FEWER = 16, 64
+#: The head dimension up to which few rows and few keys have small tiles.
+_BRIEF_DIM = 128
 #: Queries below which a tile of one head is partly empty, which the heads that share keys then fill.
 _PARTLY = 64
 #: Rows, one to a warp, of a block of the kernels that have no tiles.
@@ -109,6 +112,17 @@ def mixed(problem: Problem) -> bool:
 def rows(problem: Problem) -> int:
     """Rows of queries for each head of the grid."""
     return problem.seq_q * (problem.group if packs(problem) else 1)
+
+
+def brief(problem: Problem) -> bool:
+    """Whether so few rows see so few keys that small tiles, of which little is empty, are the fastest.
+
+    48 causal queries before 600 keys, of 64 sequences of 16 heads: D 64 20 us, Hopper's kernel 36; D 128 33, and 45; 64
+    of 64 keys 38, and 43; of 4 sequences 8.3 and 9.3, 10.5 and 10.8 (an H200). TRIED.md has more.
+    """
+    p = problem
+    plain = on_tensor_cores(p) and max(p.dim_qk, p.dim_v) <= _BRIEF_DIM and not (p.varlen or p.page)
+    return plain and FEW < rows(p) <= FEWER and arithmetic.seen(p, p.seq_q) <= FEWER
 
 
 def once(problem: Problem, tile: Tile) -> bool:

@@ -2,7 +2,8 @@
 //
 // A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, ACROSS of
 // them with a chunk of EACH columns each, and go down the rows together, DOWN at a time, with all of a thread's loads
-// on their way at once. Of tiles of 128 keys:
+// on their way at once. Where there are four tiles or fewer it takes 2, 4 or 8 groups, and a team of its threads each.
+// Of tiles of 128 keys:
 //
 //             tile 8 byte     tile 8 byte + 1       tile 8 byte + 7
 //   row 0     | 0  1 ...  7 | 8  9 ...  15 |  ...  | ... ACROSS - 1 |    threads; a chunk of `mask_bits` of each
@@ -10,7 +11,7 @@
 //
 //   bit of `mask_sets`  0             1                     7            of the byte of SEEN, and of that of HIDDEN
 //
-// Rows past the last see everything, as where there is no mask. A block that only fills up a word leaves zeros.
+// Rows past the last see everything, as where there is no mask. The block of the last tiles fills up its word with 0.
 //
 // It also makes `counter` blank, from which the blocks of the forward take their tiles of rows. They are launched
 // beside it, and wait for its end.
@@ -40,15 +41,51 @@ DEVICE u32 half_chunk(u32 left, u32 right) {
     return (bytes_set(left) >> 7 | bytes_set(right) >> 5) * UP >> 24;
 }
 
+// As mask.cuh lays them out, 16 columns side by side: a byte each, four to a word.
+DEVICE u32 chunk_of(const Chunk<u32>& bytes) {
+    return half_chunk(bytes.at[0], bytes.at[2]) | half_chunk(bytes.at[1], bytes.at[3]) << 8;
+}
+
+// The 16 bytes, or 32, from a multiple of 16 on that have `count` bytes at `at`: they begin in the mask's memory, and
+// are not to be read where they end beyond it.
+struct Around {
+    Chunk<u32> low, high;
+
+    DEVICE static const u8* end(const u8* at, int count) {
+        const int past = reinterpret_cast<u64>(at) % EACH;
+        return at - past + (count <= 0 ? 0 : past + count > EACH ? 2 * EACH : EACH);
+    }
+    DEVICE void load(const u8* at, int count) {
+        const int past = reinterpret_cast<u64>(at) % EACH;
+        if (count > 0) low = *reinterpret_cast<const Chunk<u32>*>(at - past);
+        if (past + count > EACH) high = *reinterpret_cast<const Chunk<u32>*>(at - past + EACH);
+    }
+    // Those at `at`, and zeros past `count` of them.
+    DEVICE Chunk<u32> from(const u8* at, int count) const {
+        const int past = reinterpret_cast<u64>(at) % EACH;
+        u32 words[8] = {low.at[0],  low.at[1],  low.at[2],  low.at[3],
+                        high.at[0], high.at[1], high.at[2], high.at[3]};
+        if (past & 8) UNROLL for (int n = 0; n < 6; n++) words[n] = words[n + 2];
+        if (past & 4) UNROLL for (int n = 0; n < 5; n++) words[n] = words[n + 1];
+        Chunk<u32> bytes;
+        UNROLL for (int n = 0; n < 4; n++) {
+            const u32 word = u32((u64(words[n + 1]) << 32 | words[n]) >> 8 * (past & 3));
+            const int there = count - 4 * n;
+            bytes.at[n] = there >= 4 ? word : there <= 0 ? 0 : word & (1u << 8 * there) - 1;
+        }
+        return bytes;
+    }
+};
+
 // What a row sees of the 16 columns of a thread.
 struct Look {
     u32 chunk = 0;        // as mask.cuh lays it out
     bool hidden = false;  // some of those that are there
 
-    // All 16, side by side: a byte each, four to a word.
-    DEVICE void wide(const Chunk<u32>& bytes) {
-        chunk = half_chunk(bytes.at[0], bytes.at[2]) | half_chunk(bytes.at[1], bytes.at[3]) << 8;
-        hidden = chunk != 0xffff;
+    // Side by side, where `full` is the chunk of a row that sees all of them.
+    DEVICE void wide(const Chunk<u32>& bytes, u32 full) {
+        chunk = chunk_of(bytes);
+        hidden = chunk != full;
     }
     // The first `count`, `step` apart.
     DEVICE void narrow(const u8* at, i64 step, int count) {
@@ -61,42 +98,63 @@ struct Look {
     }
 };
 
-// What a block looks at: a group of rows of one plane, and the tiles of one byte of its sets.
+// Groups that a block takes where there are so many tiles.
+DEVICE int teams_for(int tiles) {
+    int teams = 1;
+    while (2 * teams * tiles <= TILES) teams *= 2;
+    return teams;
+}
+
+// What a team of a block's threads looks at: a group of rows of one plane, and the tiles of one byte of its sets.
 struct Part {
+    int teams, warps;  // of the block, and of each of them
     int plane, group, byte;
-    int tiles;  // that are there: none where the byte fills up a word
+    int tiles;   // that are there
+    int beyond;  // bytes that fill up the word
+    bool exists;
 
     DEVICE Part(const Arguments& a) {
-        const int bytes = 4 * mask_words<BLOCK_N>(a), groups = mask_groups(a);
-        byte = block_index() % bytes, group = block_index() / bytes % groups;
-        plane = block_index() / bytes / groups;
-        tiles = smaller(TILES, mask_tiles<BLOCK_N>(a) - TILES * byte);
+        const int all = mask_tiles<BLOCK_N>(a), bytes = ceil_div(all, TILES), groups = mask_groups(a);
+        teams = teams_for(all), warps = WARPS / teams;
+        const int parts = ceil_div(groups, teams), team = thread_index() / (32 * warps);
+        byte = block_index() % bytes, group = block_index() / bytes % parts * teams + team;
+        plane = block_index() / bytes / parts;
+        tiles = smaller(TILES, all - TILES * byte);
+        beyond = byte == bytes - 1 ? 4 * mask_words<BLOCK_N>(a) - bytes : 0;
+        exists = group < groups;
     }
+    DEVICE int thread() const { return thread_index() % (32 * warps); }
     DEVICE void store(const Arguments& a, int kind, u32 set) const {
-        reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind))[byte] = set;
+        u8* const bytes = reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind)) + byte;
+        bytes[0] = set;
+        for (int n = 1; n <= beyond; n++) bytes[n] = 0;
     }
 };
 
-// What a thread looks at: EACH columns of one of the block's tiles, and of the group's rows `down`, down + DOWN and so
+// What a thread looks at: EACH columns of one of the part's tiles, and of the group's rows `down`, down + DOWN and so
 // on, as many as are below `rows`.
 struct Column {
-    int tile, first, down, rows;
+    int tile, down, rows;
+    int count;        // of its columns that there are
     int ends;         // rows of the mask from the group's first on
     const u8* mask;   // the first column of the group's first row
+    const u8* end;    // of the plane, where columns lie side by side
     u16* chunks;      // where the bits of that row go
-    bool aligned;     // so that it can be read 16 bytes at once
+    bool aligned;     // so that all can be read 16 bytes at once
 
     DEVICE Column(const Arguments& a, const Part& part) {
         const u8* const plane =
             a.mask.at + part.plane / a.mask_heads * a.mask.batch + part.plane % a.mask_heads * a.mask.head;
-        aligned = a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
-        const int across = thread_index() % ACROSS;
-        down = thread_index() / ACROSS;
+        const int width = ACROSS / part.teams, across = part.thread() % width;
+        down = part.thread() / width;
         tile = across * EACH / BLOCK_N;
-        first = TILES * part.byte * BLOCK_N + across * EACH;
+        const int first = TILES * part.byte * BLOCK_N + across * EACH;
+        count = larger(smaller(EACH, a.keys - first), 0);
+        aligned = count == EACH && a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
         ends = a.mask_rows - part.group * GROUP;
-        rows = tile >= part.tiles || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
+        rows = !part.exists || tile >= part.tiles || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
         mask = plane + part.group * GROUP * a.mask.row + first * a.mask.column;
+        end = plane + (a.mask.row > 0 ? (a.mask_rows - 1) * a.mask.row : 0) + a.keys;
         chunks = mask_row<BLOCK_N>(a, part.plane, TILES * part.byte + tile, part.group * GROUP) +
                  across % (BLOCK_N / EACH);
     }
@@ -113,11 +171,6 @@ KERNEL survey(const Arguments a) {
     if (block_index() == 0 && thread_index() == 0) *a.counter = BLANK;
 
     const Part part(a);
-    if (part.tiles <= 0) {
-        if (thread_index() <= HIDDEN) part.store(a, thread_index(), 0);
-        return;
-    }
-
     // Bits of each row; and whether some row of the mask sees something, or some does not.
     const Column column(a, part);
     struct {
@@ -127,7 +180,7 @@ KERNEL survey(const Arguments a) {
         if (r < column.ends) any.seen |= look.chunk != 0, any.hidden |= look.hidden;
         column.chunks[CHUNKS * r] = r < column.ends ? look.chunk : 0xffff;
     };
-    if (column.aligned && column.first + EACH <= a.keys) {
+    if (column.aligned) {
         Chunk<u32> bytes[ROWS];
         UNROLL for (int n = 0; n < ROWS; n++) {
             const int r = column.down + n * DOWN;
@@ -138,25 +191,49 @@ KERNEL survey(const Arguments a) {
             const int r = column.down + n * DOWN;
             if (r >= column.rows) continue;
             Look look;
-            look.wide(bytes[n]);
+            look.wide(bytes[n], 0xffff);
             put(r, look);
         }
+    } else if (a.mask.column == 1) {
+        constexpr int AT_ONCE = 3;  // rows, for which there are registers
+        Chunk<u32> ones;
+        UNROLL for (int n = 0; n < 4; n++) ones.at[n] = ~0u;
+        const u32 full = chunk_of(Around{ones, ones}.from(nullptr, column.count));
+        const auto within = [&](int r) { return Around::end(column.mask + r * a.mask.row, column.count) <= column.end; };
+        for (int from = column.down; from < column.rows; from += AT_ONCE * DOWN) {
+            Around around[AT_ONCE];
+            UNROLL for (int n = 0; n < AT_ONCE; n++) {
+                const int r = from + n * DOWN;
+                if (r < smaller(column.rows, column.ends) && within(r))
+                    around[n].load(column.mask + r * a.mask.row, column.count);
+            }
+            UNROLL for (int n = 0; n < AT_ONCE; n++) {
+                const int r = from + n * DOWN;
+                if (r >= column.rows) continue;
+                const u8* const row = column.mask + r * a.mask.row;
+                Look look;
+                if (within(r))
+                    look.wide(around[n].from(row, column.count), full);
+                else if (r < column.ends)
+                    look.narrow(row, 1, column.count);
+                put(r, look);
+            }
+        }
     } else {
-        const int count = larger(smaller(EACH, a.keys - column.first), 0);
         for (int r = column.down; r < column.rows; r += DOWN) {
             Look look;
-            if (r < column.ends) look.narrow(column.mask + r * a.mask.row, a.mask.column, count);
+            if (r < column.ends) look.narrow(column.mask + r * a.mask.row, a.mask.column, column.count);
             put(r, look);
         }
     }
 
-    // The block's byte of SEEN, and above it that of HIDDEN: of a thread, of its warp, of all warps.
+    // The part's byte of SEEN, and above it that of HIDDEN: of a thread, of its warp, of all warps of the team.
     const u32 sets = any_of_warp(u32(any.seen) << column.tile | u32(any.hidden) << (TILES + column.tile));
-    if (thread_index() % 32 == 0) store_shared(of_warps + thread_index() / 32, sets);
+    const int warp = thread_index() / 32, kind = part.thread();
+    if (thread_index() % 32 == 0) store_shared(of_warps + warp, sets);
     barrier();
-    const int kind = thread_index();
-    if (kind > HIDDEN) return;
+    if (kind > HIDDEN || !part.exists) return;
     u32 all = 0;
-    for (int n = 0; n < WARPS; n++) all |= load_shared(of_warps + n);
+    for (int n = 0; n < part.warps; n++) all |= load_shared(of_warps + warp + n);
     part.store(a, kind, all >> TILES * kind);
 }
