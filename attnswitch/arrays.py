@@ -226,7 +226,10 @@ def check_dense(tensor: Array, role: str) -> None:
     if tensor.is_quantized:
         raise InvalidProblem(f"{role} is a quantized tensor: attention takes floating point; call .dequantize() first")
     if tensor.is_nested:
-        raise InvalidProblem(f"{role} is a nested tensor: pass dense ones, or all to scaled_dot_product_attention")
+        raise InvalidProblem(
+            f"{role} is a nested tensor: pass dense ones, or packed sequences to attention_varlen;"
+            " scaled_dot_product_attention takes nested ones"
+        )
     if tensor.layout is not sys.modules["torch"].strided:
         raise InvalidProblem(
             f"{role} is a {tensor.layout} tensor: attention takes dense tensors; call .to_dense() first"

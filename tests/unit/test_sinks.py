@@ -244,6 +244,16 @@ def test_what_else_makes_no_sense() -> None:
         attention(Q, K, V, sinks=SINKS, backend="sdpa-math")
 
 
+@pytest.mark.parametrize("lost", ["sinks", "operands"])
+def test_sinks_on_another_device_are_refused(lost: str) -> None:
+    q, sinks = torch.zeros(1, 2, 4, 8), torch.zeros(2)
+    q, sinks = (q, sinks.to("meta")) if lost == "sinks" else (q.to("meta"), sinks)
+    with pytest.raises(
+        InvalidProblem, match=rf"sinks is on {sinks.device}, query on {q.device}: pass both on one device"
+    ):
+        attnswitch.attention(q, q, q, sinks=sinks)
+
+
 def test_a_second_derivative_is_refused() -> None:
     leaves = tensors(Q, K, V, SINKS, grad=True)
     out = attention(*leaves[:3], sinks=leaves[3])
