@@ -152,7 +152,7 @@ def as_launcher() -> Callable[[Callable[..., None]], Any]:
 
         def __missing__(self, stream: int) -> Callable[[int, None], int]:
             def launch(at: int, _: None) -> int:
-                self.send(stream, *(address for address in driver.parameters.from_address(at) if address))
+                self.send(stream, *(address for address in driver.Parameters.from_address(at) if address))
                 return 0
 
             return launch

@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
         ctx.steps = list(map(_steps, given)) if _hooks(True) else None
         # Saved through autograd, so that writing to an operand before backward is an error and not a wrong answer.
         ctx.save_for_backward(out, lse, *given)
-        if work.problem.lse:  # a gradient of the only output is always there
+        if work.problem.lse:  # else torch makes zeros for the only one, which saves a call
             ctx.set_materialize_grads(False)
             return out, lse
         return out

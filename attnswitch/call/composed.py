@@ -106,7 +106,7 @@ def _checked_sinks(sinks: Any, query: Any, heads: int) -> Any:
     sinks = as_floats(sinks, "sinks", query)
     if not sinks.is_floating_point():
         raise InvalidProblem(f"sinks has dtype {sinks.dtype}: expected a float type")
-    if sinks.device != query.device:
+    if isinstance(query, torch.Tensor) and sinks.device != query.device:
         raise InvalidProblem(f"sinks is on {sinks.device}, query on {query.device}: pass both on one device")
     per_head.check_sinks(tuple(sinks.shape), heads)
     if hasattr(query, "device_mesh") and not hasattr(sinks, "device_mesh"):  # of DTensors: every process has all sinks

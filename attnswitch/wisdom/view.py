@@ -194,8 +194,8 @@ _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # a fork must not find it held by a thread that it does not have
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _wisdom: Wisdom | None = None
-#: A number that grows whenever anything that plans depend on changes. A plan holds for one generation. It is read here
-#: by every call, for which a function would be too long a way.
+#: A number that grows whenever anything that plans depend on changes. A plan holds for one generation. Every call reads
+#: it, as ``view.generation`` (its name alone would keep the number of the day), and a function would take it longer.
 generation = 0
 
 

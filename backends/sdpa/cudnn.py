@@ -21,6 +21,11 @@ from .reasons import mask_loses_bits, needs_cuda, needs_half, version
 __all__ = ["CudnnBackend"]
 
 
+#: The cuDNN whose backward on Hopper was tried with all head dimensions to 256, from torch 2.11 on, and is right; torch
+#: itself gives it none but 192/128 and 256/256 from 9.22.1 on (``check_cudnn_d256_bprop_head_dim`` in its sources).
+_TRAINS_ALL = (9, 19)
+
+
 class CudnnBackend(SdpaBackend):
     """cuDNN through torch; a plan is built for each new shape, which takes tenths of a second."""
 
@@ -84,7 +89,7 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
     if largest > limit:
         yield f"head dimension {largest}: at most {limit} on {device.name} with cuDNN {'.'.join(map(str, cudnn))}"
     dims = problem.dim_qk, problem.dim_v
-    all_dims = largest <= 128 or (hopper and _differentiates(cudnn))
+    all_dims = largest <= 128 or (hopper and cudnn[:2] == _TRAINS_ALL and pytorch >= (2, 11))
     if problem.grads and not all_dims and dims not in ((192, 128), (256, 256)):
         yield f"gradients with head dimensions {dims[0]} and {dims[1]}: above 128 only 192/128 and 256/256"
     if problem.seq_k == 1:
@@ -93,11 +98,6 @@ def _size_limits(problem: Problem, device: Device) -> Iterator[str]:
         yield "one query: torch does not give it to cuDNN with dropout, nor at all before 2.9"
     if problem.dropout and not (problem.dropout * 16).is_integer():
         yield f"dropout_p={problem.dropout}: cuDNN rounds it to a multiple of 1/16"
-
-
-def _differentiates(cudnn: tuple[int, ...]) -> bool:
-    """Whether its backward on Hopper has all head dimensions to 256: 9.19 is right; torch gives it none past 9.22."""
-    return (9, 19) <= cudnn < (9, 22, 1)
 
 
 def _fitted(operand: Any) -> Any:

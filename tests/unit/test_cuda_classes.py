@@ -44,6 +44,8 @@ SIZES = [
     "b{b}.h32/8.s1x{n}.d128.bf16",
     "b{b}.h32/8.s{n}.d128.bf16.causal.grad",
     "b{b}.h4.s{n}x300.d80.fp16.window=20,3.lse",
+    "b{b}.h4.s48x{n}.d64.bf16",
+    "b{b}.h4.s48x3000.d64.bf16.causal-br.window={n},0",
     "b{b}.h4.s77x{n}.d40.fp32.mask=fp32:hqk.grad=qkvm",
     "b{b}.h4/2.s{n}.d64.bf16.mask=bool:q.lengths",
     "b{b}.h4.s{n}.d24.fp64.softcap=20.0.dropout=0.1.grad",

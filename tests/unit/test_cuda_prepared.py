@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,3 +402,24 @@ def test_gradients_of_keys_that_no_query_sees_are_filled_in(
         assert not of_value.any()
         (blocks,) = {blocks for _, variant, blocks, *_ in gpu if variant.kernel in ("backward", "key_gradients")}
         assert blocks < 8 * 8 * 2000 // 128
+
+
+def test_a_launch_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = importlib.import_module("attnswitch.backends.cuda.launching.driver")
+    seen: list[Any] = []
+
+    def refused(*given: Any) -> int:
+        seen.append(given)
+        return 1 if given[1] == 7 else 0
+
+    library = SimpleNamespace(cuLaunchKernelEx=refused, cuGetErrorName=lambda *_: 0)
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(driver, "_STREAMS", 2)
+    with pytest.raises(driver.DriverError, match="cuLaunchKernelEx: 1"):
+        driver.Launcher(7, 1, 32, 0)(17, 4096)
+    launcher = driver.Launcher(8, 3, 64, 0)
+    for stream in (0, 1, 2, 0):
+        launcher(stream, 4096)
+        config = driver._Config.from_address(seen[-1][0])
+        assert (list(config.grid), list(config.block), config.stream or 0) == ([3, 1, 1], [64, 1, 1], stream)
+        assert len(launcher) <= 2

@@ -205,17 +205,19 @@ def test_plans_for_absent_hardware(text: str, device: Device, chosen: str | None
 
 
 @pytest.mark.parametrize(
-    ("capability", "cudnn", "taken"),
+    ("capability", "torch", "cudnn", "taken"),
     [
-        ((9, 0), "9.18.1", False),
-        ((9, 0), "9.19.0", True),
-        ((9, 0), "9.22.0", True),
-        ((9, 0), "9.22.1", False),
-        ((10, 0), "9.26.0", False),
+        ((9, 0), "2.11.0", "9.18.1", False),
+        ((9, 0), "2.11.0", "9.19.0", True),
+        ((9, 0), "2.15.0", "9.19.0.56", True),
+        ((9, 0), "2.10.0", "9.19.0", False),
+        ((9, 0), "2.15.0", "9.20.0", False),
+        ((9, 0), "2.15.0", "9.22.1", False),
+        ((10, 0), "2.15.0", "9.26.0", False),
     ],
 )
-def test_gradients_of_wide_heads_by_cudnn(capability: tuple[int, int], cudnn: str, taken: bool) -> None:
-    device = gpu("a GPU", capability, torch="2.15.0", cudnn=cudnn)
+def test_gradients_of_wide_heads_by_cudnn(capability: tuple[int, int], torch: str, cudnn: str, taken: bool) -> None:
+    device = gpu("a GPU", capability, torch=torch, cudnn=cudnn)
     for dims in ("160", "136", "160/128"):
         found = reasons(attnswitch.explain(f"b2.h4.s128.d{dims}.bf16.grad", device=device), "sdpa-cudnn")
         assert ("only 192/128 and 256/256" in found) is not taken

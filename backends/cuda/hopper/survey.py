@@ -23,6 +23,8 @@ __all__ = ["Survey"]
 _ROWS = 64
 #: Warps of a block, its blocks on an SM, and their tiles of keys.
 _WARPS, _RESIDENT, _TILES = 16, 2, 8
+#: Blocks that there are at least before one takes several groups of rows.
+_LEAST = 128
 #: Tiles of keys to a word of what it finds, and words to 16 bytes, at multiples of which each part begins.
 _BITS, _HEAD = 32, 4
 #: Fields of arguments side by side: the batch, heads and rows of a mask; and the counter, sets and bits.
@@ -68,14 +70,18 @@ class Survey(Look):
         b, h, rows = (n if step else 1 for n, step in zip(mask.shape[:3], steps[:3], strict=True))
         words, groups = arithmetic.tiles(self._tiles, _BITS), arithmetic.tiles(rows, _ROWS)
         sets = arithmetic.tiles(2 * b * h * groups * words, _HEAD) * _HEAD
-        parts = arithmetic.tiles(groups, _teams(self._tiles)) * arithmetic.tiles(self._tiles, _TILES)
+        teams = _teams(self._tiles, b * h * groups)
+        parts = arithmetic.tiles(groups, teams) * arithmetic.tiles(self._tiles, _TILES)
         bits = 4 * b * h * self._tiles * (1 if rows == 1 else groups * _ROWS)
         return _Looks(b, h, rows, sets, bits, b * h * parts)
 
 
-def _teams(tiles: int) -> int:
-    """Groups of rows that a block takes where there are so many tiles of keys."""
-    return max(1, _TILES >> (tiles - 1).bit_length())
+def _teams(tiles: int, groups: int) -> int:
+    """Groups of rows that a block takes where there are so many tiles, and groups: ``teams_for`` of survey.cu."""
+    teams = 1
+    while 2 * teams * tiles <= _TILES and 2 * teams * _LEAST <= groups:
+        teams *= 2
+    return teams
 
 
 class _Looks(NamedTuple):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["DriverError", "Launcher", "encode", "function", "load", "parameters"]
+__all__ = ["DriverError", "Launcher", "Parameters", "encode", "function", "load"]
 
 #: Bytes of a CUtensorMap, and of which multiple its address is.
 _MAP_BYTES, _ALIGNED = 128, 64
@@ -53,7 +53,7 @@ class _Config(ctypes.Structure):
 
 
 #: Addresses of a kernel's parameters: five tensor maps at most, and the arguments.
-parameters = ctypes.c_void_p * 6
+Parameters = ctypes.c_void_p * 6
 #: Streams whose configs a launch remembers; beyond, it forgets them all.
 _STREAMS = 64
 _OVERLAPS = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
@@ -91,9 +91,10 @@ def function(module: int, name: str, shared: int) -> int:
 class Launcher(dict[int, Callable[[int, None], int]]):
     """By stream, what launches ``blocks`` blocks on it.
 
-    Given the address of ``parameters``, which it has copied by its end, and None, that returns what ``check`` is told.
-    A call of the launcher does both, with a frame of Python's, which takes a microsecond in the thread of torch's
-    engine. ``beside``: without waiting for the end of the launch before, which is programmatic dependent launch.
+    Given the address of ``Parameters``, which it has copied by its end, and None, that returns a CUresult; one that is
+    not 0 is for ``check``. A call of the launcher does both, with a frame of Python's, which takes a microsecond in the
+    thread of torch's engine. Before the first launch it is empty, and so false. ``beside``: without waiting for the end
+    of the launch before, which is programmatic dependent launch.
     """
 
     def __init__(self, function: int, blocks: int, threads: int, shared: int, *, beside: bool = False) -> None:
@@ -113,12 +114,12 @@ class Launcher(dict[int, Callable[[int, None], int]]):
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch it on ``stream`` with parameters at these addresses. Raises ``DriverError``."""
-        passed = parameters(*pointers)
+        passed = Parameters(*pointers)
         if result := self[stream](ctypes.addressof(passed), None):
             self.check(result, stream, passed)
 
     def check(self, result: int, stream: int, passed: Any) -> None:
-        """What a launch on ``stream`` with ``parameters`` returned. Raises ``DriverError`` where it was refused."""
+        """What a launch on ``stream`` with ``Parameters`` returned. Raises ``DriverError`` where it was refused."""
         launch: Any = self[stream]
         _do("cuLaunchKernelEx", *launch.args, ctypes.addressof(passed), None, result=result)
 

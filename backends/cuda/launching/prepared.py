@@ -111,7 +111,7 @@ def backward(
     look = None if launch.look is None else launch.look.bound(inputs.attn_mask, index)
     #: Strides of outputs and their gradients that are read where they lie, as they are given and as kernels have them.
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    address, parameters = ctypes.addressof, driver.parameters
+    address, parameters = ctypes.addressof, driver.Parameters
     gradients = functools.partial(tuple.__new__, Gradients)
 
     def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
@@ -173,7 +173,8 @@ def backward(
         looked = None if look is None else look(a, where)
         mapped_at = operands[0], operands[5], operands[10], at_grad, *((a.mask.at,) if by_mask else ())
         alone = parameters(at)
-        with_maps = parameters(*maps_at[mapped_at, by_grad].pointers, at) if mapped else alone
+        maps = maps_at[mapped_at, by_grad] if mapped else None  # by this name until all is launched
+        with_maps = alone if maps is None else parameters(*maps.pointers, at)
         for send, counts, takes_maps in launches:
             a.section, a.splits, a.awaited = counts
             passed = with_maps if takes_maps else alone

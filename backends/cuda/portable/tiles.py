@@ -117,12 +117,14 @@ def rows(problem: Problem) -> int:
 def brief(problem: Problem) -> bool:
     """Whether so few rows see so few keys that small tiles, of which little is empty, are the fastest.
 
-    48 causal queries before 600 keys, of 64 sequences of 16 heads: D 64 20 us, Hopper's kernel 36; D 128 33, and 45; 64
-    of 64 keys 38, and 43; of 4 sequences 8.3 and 9.3, 10.5 and 10.8 (an H200). TRIED.md has more.
+    48 causal queries before 600 keys, of 64 sequences of 16 heads: D 64 20 us, Hopper's kernel 36; D 128 33, and 45; of
+    4 sequences 8.3 and 9.3, 9.9 and 10.6 (an H200; other GPUs were not timed). TRIED.md has more.
     """
     p = problem
-    plain = on_tensor_cores(p) and max(p.dim_qk, p.dim_v) <= _BRIEF_DIM and not (p.varlen or p.page)
-    return plain and FEW < rows(p) <= FEWER and arithmetic.seen(p, p.seq_q) <= FEWER
+    besides = p.mask or p.key_lengths or p.varlen or p.page or p.dropout or p.softcap or p.alibi or p.sinks
+    if besides or not on_tensor_cores(p) or max(p.dim_qk, p.dim_v) > _BRIEF_DIM:
+        return False
+    return FEW < rows(p) <= FEWER and arithmetic.seen(p, p.seq_q) <= FEWER
 
 
 def once(problem: Problem, tile: Tile) -> bool:

@@ -2,8 +2,8 @@
 //
 // A block takes a group of rows and eight tiles of keys, a byte of the sets. Its threads lie side by side, ACROSS of
 // them with a chunk of EACH columns each, and go down the rows together, DOWN at a time, with all of a thread's loads
-// on their way at once. Where there are four tiles or fewer it takes 2, 4 or 8 groups, and a team of its threads each.
-// Of tiles of 128 keys:
+// on their way at once. Where there are four tiles or fewer, and blocks enough, it takes 2, 4 or 8 groups: a team of
+// its threads each, with so many times fewer side by side. Of eight tiles of 128 keys:
 //
 //             tile 8 byte     tile 8 byte + 1       tile 8 byte + 7
 //   row 0     | 0  1 ...  7 | 8  9 ...  15 |  ...  | ... ACROSS - 1 |    threads; a chunk of `mask_bits` of each
@@ -21,6 +21,7 @@ constexpr int EACH = 16, TILES = 8;                                         // c
 constexpr int ACROSS = TILES * BLOCK_N / EACH, DOWN = 32 * WARPS / ACROSS;  // threads
 constexpr int ROWS = (GROUP + DOWN - 1) / DOWN;                             // of a thread
 static_assert(BLOCK_N % EACH == 0 && BLOCK_N <= EACH * CHUNKS, "whole chunks");
+static_assert(TILES == 8 && ACROSS % TILES == 0 && (WARPS & WARPS - 1) == 0, "teams of 2, 4 or 8, and whole warps");
 static_assert(WARPS * sizeof(u32) == SHARED_BYTES, "survey.py counts the same shared memory");
 
 // The highest bit of each byte that is not 0.
@@ -98,16 +99,19 @@ struct Look {
     }
 };
 
-// Groups that a block takes where there are so many tiles.
-DEVICE int teams_for(int tiles) {
-    int teams = 1;
-    while (2 * teams * tiles <= TILES) teams *= 2;
-    return teams;
+// Teams of a block, as a power of 2, where there are so many tiles, and groups of all planes: `_teams` of survey.py.
+DEVICE int teams_for(int tiles, int groups) {
+    constexpr int LEAST = 128;  // blocks
+    int power = 0;
+    while (tiles << power + 1 <= TILES && LEAST << power + 1 <= groups) power++;
+    return power;
 }
 
 // What a team of a block's threads looks at: a group of rows of one plane, and the tiles of one byte of its sets.
 struct Part {
-    int teams, warps;  // of the block, and of each of them
+    static constexpr int THREADS = 32 * WARPS;
+    int power;    // of 2: teams of the block
+    int thread;   // of the team
     int plane, group, byte;
     int tiles;   // that are there
     int beyond;  // bytes that fill up the word
@@ -115,15 +119,15 @@ struct Part {
 
     DEVICE Part(const Arguments& a) {
         const int all = mask_tiles<BLOCK_N>(a), bytes = ceil_div(all, TILES), groups = mask_groups(a);
-        teams = teams_for(all), warps = WARPS / teams;
-        const int parts = ceil_div(groups, teams), team = thread_index() / (32 * warps);
-        byte = block_index() % bytes, group = block_index() / bytes % parts * teams + team;
+        power = teams_for(all, a.mask_batch * a.mask_heads * groups);
+        thread = thread_index() & (THREADS >> power) - 1;
+        const int parts = groups + (1 << power) - 1 >> power, team = thread_index() / (THREADS / TILES) >> 3 - power;
+        byte = block_index() % bytes, group = (block_index() / bytes % parts << power) + team;
         plane = block_index() / bytes / parts;
         tiles = smaller(TILES, all - TILES * byte);
         beyond = byte == bytes - 1 ? 4 * mask_words<BLOCK_N>(a) - bytes : 0;
         exists = group < groups;
     }
-    DEVICE int thread() const { return thread_index() % (32 * warps); }
     DEVICE void store(const Arguments& a, int kind, u32 set) const {
         u8* const bytes = reinterpret_cast<u8*>(mask_set<BLOCK_N>(a, plane, group, kind)) + byte;
         bytes[0] = set;
@@ -145,8 +149,9 @@ struct Column {
     DEVICE Column(const Arguments& a, const Part& part) {
         const u8* const plane =
             a.mask.at + part.plane / a.mask_heads * a.mask.batch + part.plane % a.mask_heads * a.mask.head;
-        const int width = ACROSS / part.teams, across = part.thread() % width;
-        down = part.thread() / width;
+        const int width = ACROSS >> part.power;
+        down = part.power ? part.thread / width : part.thread / ACROSS;
+        const int across = part.thread - down * width;
         tile = across * EACH / BLOCK_N;
         const int first = TILES * part.byte * BLOCK_N + across * EACH;
         count = larger(smaller(EACH, a.keys - first), 0);
@@ -229,11 +234,11 @@ KERNEL survey(const Arguments a) {
 
     // The part's byte of SEEN, and above it that of HIDDEN: of a thread, of its warp, of all warps of the team.
     const u32 sets = any_of_warp(u32(any.seen) << column.tile | u32(any.hidden) << (TILES + column.tile));
-    const int warp = thread_index() / 32, kind = part.thread();
+    const int warp = thread_index() / 32, kind = part.thread;
     if (thread_index() % 32 == 0) store_shared(of_warps + warp, sets);
     barrier();
     if (kind > HIDDEN || !part.exists) return;
     u32 all = 0;
-    for (int n = 0; n < part.warps; n++) all |= load_shared(of_warps + warp + n);
+    for (int n = 0; n < WARPS >> part.power; n++) all |= load_shared(of_warps + warp + n);
     part.store(a, kind, all >> TILES * kind);
 }
