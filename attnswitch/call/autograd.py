@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ __all__ = ["differentiable", "differentiable_form", "prepared", "prepared_form",
 
 #: As kernels have results.
 _STRAIGHT = Order()
-#: ``Inputs`` of all its fields, without a frame of Python's, and those from ``offsets`` on.
-_inputs: Callable[[tuple[Any, ...]], Inputs] = functools.partial(tuple.__new__, Inputs)
+#: Of the fields of ``Inputs`` from ``offsets`` on.
 _NO_MORE = (None,) * (len(Inputs._fields) - Inputs._fields.index("offsets"))
 #: Whether saved tensors go through hooks of the caller's, as ``save_on_cpu`` sets them; a torch that cannot say may.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -115,20 +113,16 @@ def prepared(problem: Problem, kernel: Kernel, forward: Forward) -> Forward:
     # What torch has before it looks for function transforms, which takes as long as the rest.
     apply = super(torch.autograd.Function, _Attention).apply
 
-    def with_lse(
+    wants_lse = problem.lse
+
+    def attend(
         query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
     ) -> tuple[Any, Any]:
         own = work if key_lengths is seed is None else work.of(key_lengths, seed)
-        both: tuple[Any, Any] = apply(query, key, value, attn_mask, own)
-        return both
+        result = apply(query, key, value, attn_mask, own)
+        return result if wants_lse else (result, None)
 
-    def without(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, key_lengths: Any = None, seed: int | None = None
-    ) -> tuple[Any, Any]:
-        own = work if key_lengths is seed is None else work.of(key_lengths, seed)
-        return apply(query, key, value, attn_mask, own), None
-
-    return with_lse if problem.lse else without
+    return attend
 
 
 def prepared_form(problem: Problem, kernel: Kernel, inputs: Inputs, order: Order) -> Forward:
@@ -216,7 +210,8 @@ class _Attention(torch.autograd.Function):
         work: _Work = ctx.work
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = _inputs((query, key, value, attn_mask, lengths, work.seed, *_NO_MORE))
+        # Without a frame of Python's, as in arrays.
+        inputs: Inputs = tuple.__new__(Inputs, (query, key, value, attn_mask, lengths, work.seed, *_NO_MORE))
         if beside:
             inputs = _with(inputs, tuple(beside))
         try:

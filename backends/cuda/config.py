@@ -78,7 +78,7 @@ def configs(problem: Problem, device: Device) -> Iterator[CudaConfig]:
         yield _emulated(problem, device)
         return
     if problem.splits:
-        yield _with(problem, device, _forwards(problem, device.on_chip, brief(problem))[0], problem.splits)
+        yield _with(problem, device, _forwards(problem, device.on_chip)[0], problem.splits)
         return
     fused = _fused(problem, device)
     hopper = _hopper(problem, device)
@@ -142,7 +142,7 @@ def _ordinary(problem: Problem, device: Device, backward: HopperGradients | Fuse
 
 def _divided(problem: Problem, on_chip: int, best: CudaConfig) -> Iterator[CudaConfig]:
     """Every number of splits, by the tiles that may be first, and by one of more warps and fewer stages."""
-    tiles = _forwards(problem, on_chip, brief(problem))
+    tiles = _forwards(problem, on_chip)
     more = replace(tiles[0], warps=12, stages=2)
     for tile, parts in itertools.product((*tiles, more), _PARTS):
         config = replace(best, forward=tile, splits=parts)
@@ -229,7 +229,7 @@ def _generic(problem: Problem, on_chip: int) -> CudaConfig:
 def _heuristic(problem: Problem, device: Device) -> CudaConfig:
     if timed.taken(problem, device):
         return _with(problem, device, *timed.soonest(problem, device))
-    forwards = _forwards(problem, device.on_chip, brief(problem))
+    forwards = _forwards(problem, device.on_chip)
     if rows(problem) > FEWER:
         forwards = tuple(portable_choice.ranked("forward", problem, device)[:1]) or forwards
     _, splits, tile = min([(*schedule(problem, device, tile), tile) for tile in forwards], key=itemgetter(0))
@@ -260,9 +260,15 @@ def _of_class(problem: Problem, on_chip: int, forward: Tile | HopperTile, splits
     return CudaConfig(forward, *_gradients(problem, on_chip), splits, _together(problem))
 
 
+def _forwards(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
+    """The tiles that the portable forward may have at first."""
+    if brief(problem):  # which asks for keys, of which a class knows nothing
+        return (shrunk(_BRIEF, "forward", problem, on_chip),)
+    return _forwards_of_class(problem, on_chip)
+
+
 @per_class
-def _forwards(problem: Problem, on_chip: int, is_brief: bool) -> tuple[Tile, ...]:
-    """The tiles that the portable forward may have at first; ``is_brief`` is ``brief``, which asks for keys."""
+def _forwards_of_class(problem: Problem, on_chip: int) -> tuple[Tile, ...]:
     wide = max(problem.dim_qk, problem.dim_v)
     few = FEWER if mixed(problem) else rows(problem)
     if few <= FEW:
@@ -272,7 +278,7 @@ def _forwards(problem: Problem, on_chip: int, is_brief: bool) -> tuple[Tile, ...
         height = 1 << (few - 1).bit_length()
         # What is stored in 8 bits is widened by the warps of a block, of which an SM then has more.
         keys = 64 if on_tensor_cores(problem) and not problem.cache else 32
-        tile = _BRIEF if is_brief else Tile(height, keys, height // 16, 3)
+        tile = Tile(height, keys, height // 16, 3)
         # In float32 the fewer stages, the more blocks an SM has, and the more can split keys.
         staged = () if problem.dtype != "float32" else (tile, replace(tile, stages=2), replace(tile, stages=1))
         if fitting := tuple(tile for tile in staged if fits(tile, "forward", problem, on_chip)):

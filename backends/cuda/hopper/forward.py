@@ -89,7 +89,7 @@ class Forward(ForwardLaunches):
             look = self._survey.bound(inputs.attn_mask, index)
 
             def masked(a: Arguments, at: tuple[int, ...], like: Any, stream: int) -> None:
-                passed = maps_at[(*at, a.mask.at) if biased else at]
+                passed = maps_at[at]
                 space = look(a, stream)
                 send(stream, *passed.pointers, ctypes.addressof(a))
                 del space

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 import sys
 from typing import Any
@@ -112,7 +111,6 @@ def backward(
     #: Strides of outputs and their gradients that are read where they lie, as they are given and as kernels have them.
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
     address, parameters = ctypes.addressof, driver.Parameters
-    gradients = functools.partial(tuple.__new__, Gradients)
 
     def readable(rows: Any) -> tuple[Any, int, tuple[int, ...]]:
         """The rows, or a copy, with their address and strides."""
@@ -181,7 +179,8 @@ def backward(
             if result := send[where](address(passed), None):
                 send.check(result, where, passed)
         del looked  # not before: what it points to is the next launch's from here on
-        return gradients((grad_query, grad_key, grad_value, grad_mask))
+        found: Gradients = tuple.__new__(Gradients, (grad_query, grad_key, grad_value, grad_mask))
+        return found
 
     return differentiate
 
