@@ -32,6 +32,13 @@ extern "C" __global__ void heavy(float* x, int n) {
     for (int i = 0; i < 512; i++) x[i * n + 1] = a[i];
 }
 """
+#: Two limits, of which one is asked about; a GPU read past the end of a mask by what ptxas made of it.
+CLAMPED = """
+extern "C" __global__ void clamped(int* x, const int* y, int n, long long step) {
+    const int first = 16 * threadIdx.x, count = max(min(16, n - first), 0);
+    x[threadIdx.x] = count == 16 && step == 1 ? y[threadIdx.x] + count : count;
+}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +155,11 @@ def test_registers_and_spills_are_read(arch: str) -> None:
     assert light.local == 0
     assert light.registers < heavy.registers <= 255
     assert heavy.local >= 2048  # the array has no other place
+
+
+def test_a_clamp_that_loses_an_answer_is_seen() -> None:
+    assert cubin.lost_answers(nvrtc.compiled(CLAMPED, "sm_90a")) == (nvrtc.version() < (13, 5))
+    assert cubin.lost_answers(nvrtc.compiled(HEAVY, "sm_90a")) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF\x01" + bytes(80), b"MZ" + bytes(80)])

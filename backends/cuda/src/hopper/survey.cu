@@ -155,7 +155,9 @@ struct Column {
         tile = across * EACH / BLOCK_N;
         const int first = TILES * part.byte * BLOCK_N + across * EACH;
         count = larger(smaller(EACH, a.keys - first), 0);
-        aligned = count == EACH && a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
+        // Not by `count == EACH`: ptxas before CUDA 13.5 takes that as true of 0 as well.
+        const bool whole = first + EACH <= a.keys;
+        aligned = whole && a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
         ends = a.mask_rows - part.group * GROUP;
         rows = !part.exists || tile >= part.tiles || down >= DOWN ? 0 : a.mask_rows == 1 ? 1 : GROUP;
         mask = plane + part.group * GROUP * a.mask.row + first * a.mask.column;
