@@ -346,10 +346,6 @@ def _apart(results: Sequence[Any], size: int, batch: int) -> tuple[Any, ...]:
     return tuple(x if x.dim() < 3 else x.unflatten(0, (size, batch)) for x in results)
 
 
-def _map_drawn(info: Any, in_dims: tuple[Any, ...], beside: Any, *, device: Any) -> Any:
-    return torch.ops.attnswitch.drawn_seed(beside, device=device), None
-
-
 def _map_absent(info: Any, in_dims: tuple[Any, ...], sinks: Any) -> Any:
     return torch.ops.attnswitch.absent_sinks(sinks), in_dims[0]
 
@@ -358,4 +354,3 @@ torch.library.register_vmap("attnswitch::attention", _map_attention)
 torch.library.register_vmap("attnswitch::attention_forward", _map_forward)
 torch.library.register_vmap("attnswitch::attention_backward", _map_gradients)
 torch.library.register_vmap("attnswitch::absent_sinks", _map_absent)
-torch.library.register_vmap("attnswitch::drawn_seed", _map_drawn)

@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.attnswitch
-_CPU = torch.device("cpu")
 
 
 def attention(
@@ -78,7 +77,7 @@ def _called(
     if seed is not None:
         said["seed"] = _signed(seed)
     elif said.get("dropout_p"):
-        inputs = (*inputs, _ops.drawn_seed(inputs[0], device=_CPU))
+        inputs = (*inputs, _ops.drawn_seed(torch.empty(1, dtype=torch.int64, device="cpu")))
     if not ("grads" in said or "return_lse" in said):
         return plain(*inputs, **said)
     out, lse, _ = forward(*inputs, **said)

@@ -71,9 +71,9 @@ def backward(
     return made + ([attn_mask.new_empty(attn_mask.shape)] if "m" in grads else [])
 
 
-def drawn(beside: Any, *, device: Any) -> Any:
-    """A seed, on the CPU."""
-    return torch.empty(1, dtype=torch.int64, device="cpu")
+def drawn(fresh: Any) -> Any:
+    """A seed."""
+    return torch.empty_like(fresh)
 
 
 def absent(sinks: Any) -> Any:

@@ -184,10 +184,9 @@ def kept(seed: int | None, beside: Any, *, keeps: bool) -> Any:
     return torch.tensor([signed(seed)], device="cpu") if keeps else beside.new_empty(0, dtype=torch.float32)
 
 
-def drawn(beside: Any, *, device: Any) -> Any:
+def drawn(fresh: Any) -> Any:
     """A seed (1,), on the CPU: the state of that generator is what a graph goes back to, to draw it again."""
-    seed = torch.empty(1, dtype=torch.int64, device=device)
-    return seed.fill_(drawn_seed(seed))
+    return torch.full_like(fresh, drawn_seed(fresh))
 
 
 def absent(sinks: Any) -> Any:

@@ -88,9 +88,10 @@ def _of_pages() -> tuple[str, str]:
 #: Of ``attention_paged``.
 PAGED = _of_pages()
 
-#: A seed for a call on ``beside``. In a graph it is drawn apart, so that a forward made again (checkpointing) has it
-#: again: ``device`` is the CPU, whose generator draws it, and not that of ``beside``.
-SEED = "drawn_seed(Tensor beside, *, Device device) -> Tensor"
+#: A seed (1,) of the CPU's generator. In a graph it is drawn apart, so that a forward made again (checkpointing) has it
+#: again. ``fresh`` is a tensor of its own for each: torch 2.11 takes two nodes with the same operands for one, unless
+#: they are random operators of its own, or ``empty``.
+SEED = "drawn_seed(Tensor fresh) -> Tensor"
 #: Which heads have no sink. A graph that computes with sinks has it, as their numbers are looked at when it runs.
 ABSENT = "absent_sinks(Tensor sinks) -> Tensor"
 
