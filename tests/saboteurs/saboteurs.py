@@ -157,6 +157,17 @@ class Segfaults(Saboteur):
         return inputs
 
 
+class ReadsOn(Saboteur):
+    """It reads the 16 bytes behind a key that lies plainly, and makes nothing of them."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        key = inputs.key
+        if key.flags.c_contiguous:
+            end = key.__array_interface__["data"][0] + key.nbytes
+            ctypes.string_at(-(-end // 16) * 16, 16)
+        return inputs
+
+
 class Hangs(Saboteur):
     """It waits for ever where the last tile of keys has one key or two."""
 

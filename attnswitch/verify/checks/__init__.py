@@ -4,12 +4,14 @@ form, reference, identities   looked at on every case, from the one run that the
 probes                        operands whose right answer is known to the last bit
 symmetry, hiding, composition laws that hold without a reference, at any length
 repetition, surroundings      running again, and what is around a call
+fences                        the same beside memory that nobody may touch
 conduct                       what the runs before it left behind, so that it comes last
 """
 
 from attnswitch.verify.checks import (
     composition,
     conduct,
+    fences,
     form,
     hiding,
     identities,
@@ -36,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     *composition.CHECKS,
     *repetition.CHECKS,
     *surroundings.CHECKS,
+    *fences.CHECKS,
     *conduct.CHECKS,
 )
 ALWAYS = tuple(check for check in CHECKS if check.always and check not in LAST)

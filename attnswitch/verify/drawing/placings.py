@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ALIGNED", "FAR", "PLACINGS", "TURNED"]
+__all__ = ["ALIGNED", "FAR", "FENCED", "PLACINGS", "TURNED"]
 
 #: Plainest first. The expanded ones hold equal values along their axis.
 PLACINGS = {
@@ -29,3 +29,5 @@ ALIGNED = ("contiguous", "transposed", "packed", "garbage")
 
 #: Not drawn: rows so far apart that the last begins past 2**31 elements. Memory is asked for, and hardly any touched.
 FAR = "far"
+#: Not drawn either: contiguous, beside memory that nobody may touch.
+FENCED = {"at-start": "begins where memory does", "at-end": "ends where memory does"}

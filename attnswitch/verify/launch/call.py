@@ -16,6 +16,7 @@ from attnswitch.call import finite
 from attnswitch.planning.planner import make_plan
 from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.case import Case
+from attnswitch.verify.drawing.placings import FENCED
 from attnswitch.verify.launch import pages, parts, sequences, trees
 from attnswitch.verify.launch.layouts import Storage, host, passed, place
 
@@ -79,6 +80,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     """The operands of ``case`` as arrays of its library."""
     storage: dict[str, Storage] = {}
     table, caches = pages.dealt(case, data) if case.page else (None, {})
+    plain = _plain(case)
 
     def put(role: str, dtype: str, placing: str) -> Any:
         values = data[role]
@@ -95,17 +97,17 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         for role in ("query", "key", "value", "grad_out")
         if not (case.latent and role == "value")  # which lies within the keys
     }
-    grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", "contiguous")
+    grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", plain)
     heads = {}
     for role, kind in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
         if kind:
             numbers = data[role][0] if data[role].shape[0] == 1 and role == "alibi_slopes" else data[role]
-            heads[role], storage[role] = place(numbers, case.heads_dtype(kind), "contiguous", case.library, device)
+            heads[role], storage[role] = place(numbers, case.heads_dtype(kind), plain, case.library, device)
     for role in ("key_scale", "value_scale"):
         if role in caches:
             dtype = "float64" if case.dtype == "float64" else "float32"
             scales = stored.passed(case.scales, caches[role])
-            heads[role], storage[role] = place(scales, dtype, "contiguous", case.library, device)
+            heads[role], storage[role] = place(scales, dtype, plain, case.library, device)
     if table is not None:
         if case.latent:
             made["value"] = made["key"][..., : case.dim_v]
@@ -116,7 +118,7 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
         heads["table"] = table
         if case.tree:
             heads["bits"] = trees.bits(case, data["attn_mask"])
-            heads["tree_mask"] = passed(case.library, heads["bits"].copy(), device)
+            heads["tree_mask"] = passed(case.library, heads["bits"].copy(), device, plain)
         return Placed(made["query"], made["key"], made["value"], *beside, _integers(case, table, device), **heads)
     if case.varlen:
         made = {role: array[0].swapaxes(0, 1) for role, array in made.items()}
@@ -134,13 +136,18 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
     return Placed(*operands, mask, lengths, made["grad_out"], grad_lse, storage, **heads)
 
 
+def _plain(case: Case) -> str:
+    """How arrays lie of which a case does not say it: beside memory's ends where its operands do."""
+    return case.placing.query if case.placing.query in FENCED else "contiguous"
+
+
 def _integers(case: Case, numbers: Sequence[int], device: str) -> Any:
     """Lengths, offsets or a table as an array of one of the integer types that callers use, and that they fit."""
     made = np.array(numbers, dtype=np.int64)
     small = made.min(initial=0) >= 0 and made.max(initial=0) < 256
     fits = ("int32", "int64", "int16", "uint8") if small else ("int32", "int64")
     made = made.astype(fits[case.data_seed % len(fits)])
-    return passed(case.library, made, device)
+    return passed(case.library, made, device, _plain(case))
 
 
 def expected(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from attnswitch.arrays import Array, library_of, passage
 from attnswitch.verify.drawing import stored
-from attnswitch.verify.drawing.placings import FAR, PLACINGS, TURNED
+from attnswitch.verify.drawing.placings import FAR, FENCED, PLACINGS, TURNED
+from attnswitch.verify.launch.fences import beside_fence
 
 __all__ = ["Storage", "host", "passed", "place"]
 
@@ -108,6 +109,10 @@ def place(values: Array, dtype: str, placing: str, library: str, device: str) ->
     if placing == FAR:
         return _far(values, dtype, library, device)
     kind: Any = np.bool_ if values.dtype == np.bool_ else _DTYPES[dtype]
+    if placing in FENCED:
+        with np.errstate(all="ignore"):
+            stored_as = values.astype(kind)
+        return beside_fence(stored_as, placing == "at-end", library, device), Storage(None, None)
     shape = tuple(values.shape)
     buffer_shape, view = _PLANS[placing]
     size = math.prod(buffer_shape(shape))
@@ -163,8 +168,10 @@ def _aligned(size: int, dtype: Any) -> Any:
     return raw[skip : skip + size * itemsize].view(dtype)
 
 
-def passed(library: str, made: Any, device: str) -> Any:
-    """An array of NumPy's as one of the caller's."""
+def passed(library: str, made: Any, device: str, placing: str = "contiguous") -> Any:
+    """An array of NumPy's as one of the caller's, which lies at a fence if its ``placing`` is one."""
+    if placing in FENCED:
+        return beside_fence(made, placing == "at-end", library, device)
     if library == "numpy":
         return made
     return passage(passage(made, "numpy", "torch").to(device), "torch", library)

@@ -1,0 +1,110 @@
+"""Operands beside memory that nobody may touch, and what happens to a kernel that reads on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from attnswitch import arrays
+from attnswitch.verify import Case, MaskRecipe, check
+from attnswitch.verify.drawing.case import Placing
+from attnswitch.verify.launch import fences
+from attnswitch.verify.launch.call import place_operands
+from attnswitch.verify.session import apart
+from attnswitch.verify.trial import Subject
+
+pytestmark = pytest.mark.skipif(bool(fences.lacking("cpu")), reason=fences.lacking("cpu"))
+sys.path.append(str(Path(__file__).parents[1] / "saboteurs"))
+PAGE = 4096
+
+
+def made(shape: tuple[int, ...], kind: Any) -> Any:
+    return (np.arange(np.prod(shape)) % 2).reshape(shape).astype(kind)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("end", [False, True])
+@pytest.mark.parametrize("kind", [np.float64, ml_dtypes.bfloat16, np.float16, np.bool_, np.int8, np.int32])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 1, 1, 1), (3, 0, 4), (1, 2, 1000, 3)])
+def test_values_lie_at_the_fence(shape: tuple[int, ...], kind: Any, end: bool, library: str) -> None:
+    values = made(shape, kind)
+    placed = fences.beside_fence(values, end, library, "cpu")
+    assert isinstance(placed, torch.Tensor if library == "torch" else np.ndarray)
+    back = arrays.passage(placed, library, "numpy")
+    assert back.dtype == values.dtype
+    assert back.tobytes() == values.tobytes()
+    if values.size:
+        begins = arrays.address(placed)
+        assert begins % (16 if end else PAGE) == 0
+        assert not end or 0 <= -(begins + values.nbytes) % PAGE < 16
+    placed[...] = 0  # it is the caller's to write to
+
+
+#: 60 bytes, which 4 more bring to the next 16.
+TOUCH = """
+import ctypes, numpy as np
+from attnswitch.verify.launch.fences import beside_fence
+
+placed = beside_fence(np.zeros((3, 5), np.float32), {end}, "numpy", "cpu")
+begins = placed.__array_interface__["data"][0]
+ctypes.string_at(begins + 63 + {beyond} if {end} else begins - {beyond}, 1)
+"""
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_a_byte_beyond_ends_the_process(end: bool) -> None:
+    codes = [
+        subprocess.run([sys.executable, "-c", TOUCH.format(end=end, beyond=beyond)], check=False).returncode
+        for beyond in (0, 1)
+    ]
+    assert codes == [0, -signal.SIGSEGV]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            heads_kv=2, group=2, seq_q=5, seq_k=9, mask=MaskRecipe("bool", "bhqk", 4, "random"), grads="qkv", lse=True
+        ),
+        Case(seq_q=5, seq_k=9, mask=MaskRecipe("float32", "k", 1, "random"), lengths=(7,), grads="qkvm"),
+    ],
+    ids=str,
+)
+def test_every_operand_of_a_case_lies_there(case: Case) -> None:
+    subject = Subject(case.replace(placing=Placing(*["at-end"] * 5)))
+    placed = place_operands(subject.case, subject.data, "cpu")
+    named = ("query", "key", "value", "attn_mask", "key_lengths", "grad_out", "grad_lse")
+    ends = {}
+    for name in named:
+        array = getattr(placed, name)
+        if array is not None:
+            ends[name] = -(arrays.address(array) + arrays.passage(array, case.library, "numpy").nbytes) % PAGE
+    assert len(ends) >= 6
+    assert max(ends.values()) < 16, ends
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("backend", ["tiled", "sdpa-math"])
+def test_a_right_backend_is_looked_at(backend: str, library: str) -> None:
+    outcome = check(Case(seq_q=5, seq_k=9, library=library, grads="qkv", check="fences"), backend)
+    assert outcome.verdict == "verified", outcome
+    assert "fences" in outcome.checks
+
+
+@pytest.mark.slow
+def test_a_read_beyond_is_a_finding_of_this_check_alone() -> None:
+    case = Case(seq_q=4, seq_k=4, library="numpy")
+    with apart.pool("cpu", "saboteurs:ReadsOn", 60.0) as workers:
+        (quiet,) = workers.examine(case, ("saboteurs:ReadsOn",), "cpu")
+        (found,) = workers.examine(case.replace(check="fences"), ("saboteurs:ReadsOn",), "cpu")
+    assert quiet.verdict == "verified"
+    assert found.failure is not None
+    assert (found.failure.check, found.failure.message) == ("crash", "the process died of SIGSEGV")
