@@ -68,12 +68,8 @@ class TritonBackend(Backend):
         return Precision(weights="storage", statistics="lse")
 
     def repeats(self, problem: Problem, device: Device) -> float:
-        """Of heads in panels, scores are made for each; that the whole takes so many times as long is a guess.
-
-        What was measured had no pages, and keys padded to one length, which a few queries wait for.
-        """
-        paged = _PAGED[problem.seq_q > _DRAFT] if problem.page else 1.0
-        return paged * configs.panels(problem, max(problem.dim_qk, problem.dim_v))
+        """What was measured had no pages, and keys padded to one length, which a few queries wait for."""
+        return _PAGED[problem.seq_q > _DRAFT] if problem.page else 1.0
 
     def compile(self, problem: Problem, device: Device, config: TritonConfig) -> Kernel:
         """The kernels for ``problem``; Triton compiles each at its first launch."""

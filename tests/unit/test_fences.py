@@ -108,3 +108,28 @@ def test_a_read_beyond_is_a_finding_of_this_check_alone() -> None:
     assert quiet.verdict == "verified"
     assert found.failure is not None
     assert (found.failure.check, found.failure.message) == ("crash", "the process died of SIGSEGV")
+
+
+ON_GPU = """
+import numpy as np, torch
+from attnswitch.verify.launch.fences import beside_fence
+
+placed = beside_fence(np.arange(15, dtype=np.float32), {end}, "torch", "cuda:0")
+assert (placed.cpu() == torch.arange(15)).all()
+first = {beyond} + 15 if {end} else -{beyond}
+memory = type("Memory", (), {{"__cuda_array_interface__": {{
+    "shape": (1,), "typestr": "<f4", "data": (placed.data_ptr() + 4 * first, False), "version": 3}}}})()
+(torch.as_tensor(memory, device="cuda:0") + 1).cpu()
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("end", [False, True])
+def test_a_number_beyond_ends_the_context_of_a_gpu(end: bool) -> None:
+    """The one place behind 15 numbers is there, as they end at a multiple of 16 bytes from where memory does."""
+    runs = [
+        subprocess.run([sys.executable, "-c", ON_GPU.format(end=end, beyond=beyond)], capture_output=True, check=False)
+        for beyond in (0, 1)
+    ]
+    assert [run.returncode for run in runs] == [0, 1], runs
+    assert b"illegal memory access" in runs[1].stderr

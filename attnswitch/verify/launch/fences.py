@@ -38,6 +38,7 @@ def beside_fence(values: Array, end: bool, library: str, device: str) -> Array:
         return passage(placed, "numpy", library)
     near = passage(np.ascontiguousarray(values), "numpy", "torch")
     torch: Any = sys.modules["torch"]
+    torch.cuda.init()  # which the driver waits for
     if values.size:
         memory = torch.as_tensor(_OfGpu(values.nbytes, end, torch.device(device).index or 0), device=device)
         tensor = memory.view(near.dtype).view(near.shape).copy_(near)
