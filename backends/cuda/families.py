@@ -22,7 +22,15 @@ from .fused.choice import REGIME as FUSED
 from .hopper.tiles import LATENT, LATENT_DIMS, copies_mask, ordered
 from .portable.tiles import FEWER, brief
 
-__all__ = ["against_hopper", "against_hopper_backward", "against_latent", "beside_hopper", "is_hopper", "regimes"]
+__all__ = [
+    "against_hopper",
+    "against_hopper_backward",
+    "against_latent",
+    "beside_hopper",
+    "is_hopper",
+    "leaves_idle",
+    "regimes",
+]
 
 _HALF = ("bfloat16", "float16")
 #: Lengths of tiles of Hopper's kernels, of queries and of keys.
@@ -36,10 +44,10 @@ _FEW = 32
 #: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: TRIED.md has 16
 #: problems of 1 to 31 queries.
 _FEW_DIMS = 32, 128
-#: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle: 8 heads of 50 queries
-#: against 7,652 keys take 71 us whole and 39 split, 8 of 128 against 4,096 take 50 either way; but 32 of 128 against
-#: 16,384 take 174 whole and 227 split (an H200, D 128).
-_LONG = 4096
+#: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle, whatever is asked for
+#: besides; where nothing is, the share of the SMs that may have a tile, by the widest head dimension, less where there
+#: are fewer keys. Of wider heads it was timed for queries that fill half a tile (an H200; TRIED.md).
+_LONG, _BUSY, _BUSY_BARE, _BUSY_WIDE = 4096, 1 / 8, {64: 3 / 8, 96: 5 / 16, 128: 1 / 4}, 3 / 16
 #: The head dimension up to which blocks may add to the gradient of the query in turn, and up to which a float mask is
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = _WIDEST_DROPPED = 128
@@ -222,9 +230,26 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
         return
     if brief(p) and device.kind != "cpu":  # the emulator has nothing but such
         yield f"{p.seq_q} queries that see at most {FEWER} keys: smaller tiles load less"
-    tiles = p.batch * p.heads_q * -(-p.seq_q // _ROWS)
-    if p.seq_k >= _LONG and 8 * tiles <= device.sms:
-        yield f"{tiles} tiles of queries for {device.sms} SMs: it does not split keys"
+    if leaves_idle(p, device):
+        yield f"{_tiles(p)} tiles of queries for {device.sms} SMs: it does not split keys"
+
+
+def leaves_idle(problem: Problem, device: Device) -> bool:
+    """Whether tiles of queries leave so many SMs without one that the keys are to be split."""
+    p, tiles = problem, _tiles(problem)
+    if p.seq_k >= _LONG and tiles <= _BUSY * device.sms:
+        return True
+    seen = arithmetic.seen(p, _ROWS)
+    if not arithmetic.bare(p) or 2 * seen < _LONG:
+        return False
+    wide = _BUSY_WIDE if 2 * p.seq_q <= _ROWS else 0.0
+    busy = next((share for widest, share in _BUSY_BARE.items() if max(p.dim_qk, p.dim_v) <= widest), wide)
+    return tiles <= min(1.0, seen / _LONG) * busy * device.sms
+
+
+def _tiles(p: Problem) -> int:
+    """Tiles of queries."""
+    return p.batch * p.heads_q * -(-p.seq_q // _ROWS)
 
 
 def _memory(p: Problem) -> Iterator[str]:

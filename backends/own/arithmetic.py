@@ -100,6 +100,12 @@ def seen(problem: Problem, rows: int) -> int:
     return max(0, end - first)
 
 
+def bare(problem: Problem) -> bool:
+    """Whether positions alone hide keys, and scores and weights are as the products give them."""
+    p = problem
+    return not (p.mask or p.key_lengths or p.varlen or p.page or p.dropout or p.softcap or p.alibi or p.sinks)
+
+
 def padded(problem: Problem) -> int:
     """Length of what the backward reads row by row (lse, D): whole tiles, so that no load of it is tested."""
     return tiles(problem.seq_q, PADDING) * PADDING

@@ -8,6 +8,7 @@ hang, a race, another process) and a few plain ones.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -155,6 +156,14 @@ class Segfaults(Saboteur):
         if self.windowed:
             ctypes.string_at(0)
         return inputs
+
+
+class DiffersAtAPage(Saboteur):
+    """It has other values where a key begins with a page of memory."""
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        at = inputs.key.__array_interface__["data"][0]
+        return inputs._replace(value=inputs.value + 1) if at % mmap.PAGESIZE == 0 else inputs
 
 
 class ReadsOn(Saboteur):

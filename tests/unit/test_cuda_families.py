@@ -54,7 +54,12 @@ def first(problem: Problem, device: Device = H200) -> Any:
         *(PLAIN.replace(softcap=30.0, scale=scale) for scale in (None, -0.5, 1e-30)),
         PLAIN.replace(softcap=1e35),
         PLAIN.replace(dropout=0.1),
-        PLAIN.replace(batch=1, heads_q=32, seq_q=128, seq_k=16384, causal=False),
+        # Enough tiles of queries for the SMs; with fewer, keys are split, unless something besides is asked for.
+        *(PLAIN.replace(batch=1, heads_q=36, seq_q=128, seq_k=keys, causal=False) for keys in (4096, 16384)),
+        PLAIN.replace(batch=1, heads_q=32, seq_q=128, seq_k=16384, causal=False, softcap=30.0),
+        PLAIN.replace(batch=1, heads_q=32, seq_q=128, seq_k=16384),  # whose queries see 128 keys
+        PLAIN.replace(batch=1, heads_q=20, seq_q=128, seq_k=2048, causal=False),
+        PLAIN.replace(batch=1, heads_q=20, seq_q=128, seq_k=8192, causal=False, dim_qk=256, dim_v=256),
         *(PLAIN.replace(mask=Mask("bfloat16", axes), softcap=3.0) for axes in ("k", "bk", "qk", "bhqk")),
         ODD.replace(mask=Mask("bfloat16", "qk"), batch=2, grads=""),
         ODD.replace(mask=Mask("bfloat16", "bhqk")),
@@ -90,6 +95,16 @@ def test_hopper_takes_the_forward(problem: Problem) -> None:
         (PLAIN.replace(seq_q=1), "h200", "1 queries"),
         (PLAIN.replace(batch=1, heads_q=4, seq_q=300, seq_k=9000), "h200", "12 tiles of queries for 132 SMs"),
         (PLAIN.replace(batch=1, heads_q=16, seq_q=50, seq_k=4096), "h200", "16 tiles of queries for 132 SMs"),
+        *(
+            (PLAIN.replace(batch=1, seq_k=8192, alignment="bottom_right", **sizes), "h200", "it does not split keys")
+            for sizes in (
+                {"heads_q": 32, "seq_q": 128},
+                {"heads_q": 40, "seq_q": 35, "dim_qk": 96, "dim_v": 96},
+                {"heads_q": 24, "seq_q": 200, "dim_qk": 64, "dim_v": 64},
+                {"heads_q": 24, "seq_q": 64, "dim_qk": 256, "dim_v": 256},
+            )
+        ),
+        (PLAIN.replace(batch=1, seq_k=2048, seq_q=64, causal=False), "h200", "it does not split keys"),
         (PLAIN.replace(query=Memory(align=8)), "h200", "query is aligned to 8 bytes"),
         (PLAIN.replace(key=Memory(strided=True)), "h200", "key is strided"),
         (PLAIN.replace(value=Memory(expanded=True)), "h200", "value is expanded"),

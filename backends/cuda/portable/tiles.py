@@ -121,8 +121,7 @@ def brief(problem: Problem) -> bool:
     4 sequences 8.3 and 9.3, 9.9 and 10.6 (an H200; other GPUs were not timed). TRIED.md has more.
     """
     p = problem
-    besides = p.mask or p.key_lengths or p.varlen or p.page or p.dropout or p.softcap or p.alibi or p.sinks
-    if besides or not on_tensor_cores(p) or max(p.dim_qk, p.dim_v) > _BRIEF_DIM:
+    if not arithmetic.bare(p) or not on_tensor_cores(p) or max(p.dim_qk, p.dim_v) > _BRIEF_DIM:
         return False
     return FEW < rows(p) <= FEWER and arithmetic.seen(p, p.seq_q) <= FEWER
 
