@@ -44,10 +44,11 @@ _FEW = 32
 #: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: TRIED.md has 16
 #: problems of 1 to 31 queries.
 _FEW_DIMS = 32, 128
-#: Keys from which on splitting them pays where tiles of queries leave seven of eight SMs idle, whatever is asked for
-#: besides; where nothing is, the share of the SMs that may have a tile, by the widest head dimension, less where there
-#: are fewer keys. Of wider heads it was timed for queries that fill half a tile (an H200; TRIED.md).
-_LONG, _BUSY, _BUSY_BARE, _BUSY_WIDE = 4096, 1 / 8, {64: 3 / 8, 96: 5 / 16, 128: 1 / 4}, 3 / 16
+#: Keys from which on splitting them pays where there are tiles of queries for so few of the SMs, whatever else is asked for.
+_LONG, _BUSY = 4096, 1 / 8
+#: The same share where positions alone hide keys, by the widest head dimension, and of wider heads where the queries of
+#: each fill half a tile; it shrinks with the keys that they see, down to so many (an H200; TRIED.md).
+_BUSY_BARE, _BUSY_WIDE, _LEAST_SEEN = {64: 3 / 8, 96: 5 / 16, 128: 1 / 4}, 3 / 16, 2048
 #: The head dimension up to which blocks may add to the gradient of the query in turn, and up to which a float mask is
 #: added.
 _WIDEST_ORDERED = _WIDEST_ADDED = _WIDEST_DROPPED = 128
@@ -231,25 +232,24 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
     if brief(p) and device.kind != "cpu":  # the emulator has nothing but such
         yield f"{p.seq_q} queries that see at most {FEWER} keys: smaller tiles load less"
     if leaves_idle(p, device):
-        yield f"{_tiles(p)} tiles of queries for {device.sms} SMs: it does not split keys"
+        yield f"{_query_tiles(p)} tiles of queries for {device.sms} SMs: it does not split keys"
 
 
 def leaves_idle(problem: Problem, device: Device) -> bool:
     """Whether tiles of queries leave so many SMs without one that the keys are to be split."""
-    p, tiles = problem, _tiles(problem)
+    p, tiles = problem, _query_tiles(problem)
     if p.seq_k >= _LONG and tiles <= _BUSY * device.sms:
         return True
     seen = arithmetic.seen(p, _ROWS)
-    if not arithmetic.bare(p) or 2 * seen < _LONG:
+    if not arithmetic.bare(p) or seen < _LEAST_SEEN:
         return False
     wide = _BUSY_WIDE if 2 * p.seq_q <= _ROWS else 0.0
     busy = next((share for widest, share in _BUSY_BARE.items() if max(p.dim_qk, p.dim_v) <= widest), wide)
     return tiles <= min(1.0, seen / _LONG) * busy * device.sms
 
 
-def _tiles(p: Problem) -> int:
-    """Tiles of queries."""
-    return p.batch * p.heads_q * -(-p.seq_q // _ROWS)
+def _query_tiles(p: Problem) -> int:
+    return p.batch * p.heads_q * arithmetic.tiles(p.seq_q, _ROWS)
 
 
 def _memory(p: Problem) -> Iterator[str]:

@@ -99,7 +99,7 @@ CAUGHT = {
     "variants": mutant("mask-of-first-batch-entry-for-all", TINY.replace(batch=2, data_seed=242)),
     "fresh-dropout": mutant("unseeded-dropout-accepted", TINY.replace(seq_q=7, seq_k=13, dim_v=13, dropout=0.25)),
     "autocast": Shown("saboteurs:CastInAutocast", TINY),
-    "fences": Shown("saboteurs:DiffersAtAPage", TINY),
+    "fences": Shown("saboteurs:DiffersAtAPage", TINY.replace(placing=Placing(key="offset"))),
 }
 #: Checks that need no argument for being there: no other one sees the fault above.
 ALONE = ("form", "leak")

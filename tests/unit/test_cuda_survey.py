@@ -154,7 +154,7 @@ def test_its_memory_is_an_eighth_of_the_mask() -> None:
 
 @pytest.mark.parametrize("keys", TILES)
 def test_whether_all_columns_of_a_thread_are_there_is_not_lost(keys: int) -> None:
-    """By ptxas before CUDA 13.5, which took 0 of 16 for all, a GPU read past the end of a mask of 4096 x 4096."""
+    """By ptxas of CUDA 13.0 and 13.2, which took 0 of 16 for all, a GPU read past the end of a mask of 4096 x 4096."""
     pytest.importorskip("cupy")
     nvrtc = importlib.import_module("attnswitch.backends.cuda.compiling.nvrtc")
     assert cubin.lost_answers(nvrtc.cubin(survey.Survey(PLAIN, keys).variant, "sm_90a")) == 0

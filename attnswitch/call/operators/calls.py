@@ -77,7 +77,8 @@ def _called(
     if seed is not None:
         said["seed"] = _signed(seed)
     elif said.get("dropout_p"):
-        inputs = (*inputs, _ops.drawn_seed(torch.empty(1, dtype=torch.int64, device="cpu")))
+        where = "meta" if inputs[0].is_meta else "cpu"
+        inputs = (*inputs, _ops.drawn_seed(torch.empty(1, dtype=torch.int64, device=where)))
     if not ("grads" in said or "return_lse" in said):
         return plain(*inputs, **said)
     out, lse, _ = forward(*inputs, **said)
@@ -147,7 +148,7 @@ def _gradients(
     elif seed is None:
         state = grad_out.new_empty(0, dtype=torch.float32)
     else:
-        state = torch.tensor([_signed(seed)])
+        state = torch.tensor([_signed(seed)], device="cpu")
     found = backward(grad_out, grad_lse, *inputs, out, lse, state, **said)
     by_name = dict(zip(said["grads"], found, strict=True))
     return Gradients(*[by_name.get(name) for name in GRAD_OPERANDS])
@@ -217,7 +218,7 @@ def told_varlen(
     given: Sequence[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same of sequences one after another. Offsets in a list become a tensor on the CPU, where they are read."""
-    beside = [x if x is None or isinstance(x, torch.Tensor) else torch.tensor(x) for x in cu_seqlens]
+    beside = [x if x is None or isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for x in cu_seqlens]
     most = [x.item() if isinstance(x, torch.Tensor) else x for x in longest]
     slopes = _slopes(alibi_slopes, operands[0], _requires_grad)
     return (*operands, *beside, slopes, *most), _said(operands, backend, policy, given, _requires_grad)
@@ -254,7 +255,9 @@ def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
     try:
-        tensor = None if _has_text(given) else torch.tensor(given)  # which no graph before torch 2.12 gets over
+        tensor = (
+            None if _has_text(given) else torch.tensor(given, device="cpu")
+        )  # which no graph before torch 2.12 gets over
     except (RuntimeError, TypeError, ValueError):
         tensor = None
     if tensor is None:

@@ -7,9 +7,9 @@ from attnswitch.verify.checks.check import Check
 from attnswitch.verify.checks.symmetry import within
 from attnswitch.verify.drawing.case import Case, Placing
 from attnswitch.verify.drawing.placings import FENCED
-from attnswitch.verify.launch import fences
+from attnswitch.verify.launch import fenced
 from attnswitch.verify.outcome import Failure, first_of
-from attnswitch.verify.trial import NotApplicable, Subject, Trial
+from attnswitch.verify.trial import KernelFailed, NotApplicable, Subject, Trial
 
 __all__ = ["CHECKS"]
 
@@ -24,23 +24,22 @@ def _fenced(subject: Subject, placing: str) -> Subject:
 
 
 def _fences(trial: Trial) -> Failure | None:
-    """A read beyond ends the process, or raises on a GPU: that is a crash, and its case says what it looked at."""
+    """A read beyond ends the process, or raises on a GPU: that is a crash, and its case says what was looked at."""
     if court.seated(trial.chosen):
         raise NotApplicable("its operands are copied into a process of its own")
-    if why := fences.lacking(trial.device):
+    if why := fenced.lacking(trial.device):
         raise NotApplicable(why)
-    return first_of(
-        *(
-            within(
-                trial,
-                "fences",
-                trial.run(_fenced(trial.subject, placing)),
-                trial.results,
-                f"operands of which each {lies} give another",
-            )
-            for placing, lies in FENCED.items()
-        )
-    )
+    return first_of(*(_at(trial, *fence) for fence in FENCED.items()))
+
+
+def _at(trial: Trial, placing: str, lies: str) -> Failure | None:
+    try:
+        got = trial.run(_fenced(trial.subject, placing))
+    except KernelFailed as failed:
+        if isinstance(failed.__cause__, fenced.NoFence):
+            raise NotApplicable(str(failed)) from None
+        raise
+    return within(trial, "fences", got, trial.results, f"operands of which each {lies} give another")
 
 
 CHECKS = (

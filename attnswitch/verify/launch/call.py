@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 _TENSORS = ("out", "grad query", "grad key", "grad value")
+#: Those that a caller may have with tokens before heads.
+_OPERANDS = ("query", "key", "value", "grad_out")
 
 #: Runs a function in some surroundings: a stream, an autocast region. The plain one just calls it.
 Around = Callable[[Callable[[], Any]], Any]
@@ -88,13 +90,14 @@ def place_operands(case: Case, data: dict[str, Any], device: str) -> Placed:
             values, placing = caches[role], pages.placing(placing, case.scales)
         elif case.varlen:  # rows that repeat within a sequence do not from one to the next
             values, placing = sequences.joined(case, role, values), placing.replace("expanded-rows", "contiguous")
-        placed, storage[role] = place(values, dtype, placing, case.library, device)
+        turned = role in _OPERANDS and (case.layout == "BLHD" or case.varlen or case.page > 0)
+        placed, storage[role] = place(values, dtype, placing, case.library, device, turned=turned)
         return placed
 
     kinds = {"key": case.cache or case.dtype, "value": case.cache or case.dtype}
     made = {
         role: put(role, kinds.get(role, case.dtype), getattr(case.placing, role))
-        for role in ("query", "key", "value", "grad_out")
+        for role in _OPERANDS
         if not (case.latent and role == "value")  # which lies within the keys
     }
     grad_lse = put("grad_lse", "float64" if case.dtype == "float64" else "float32", plain)

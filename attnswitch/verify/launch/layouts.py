@@ -17,7 +17,7 @@ import numpy as np
 from attnswitch.arrays import Array, library_of, passage
 from attnswitch.verify.drawing import stored
 from attnswitch.verify.drawing.placings import FAR, FENCED, PLACINGS, TURNED
-from attnswitch.verify.launch.fences import beside_fence
+from attnswitch.verify.launch.fenced import beside_fence
 
 __all__ = ["Storage", "host", "passed", "place"]
 
@@ -104,15 +104,21 @@ def _bytes(flat: Any) -> Any:
     return flat.view(np.uint8)
 
 
-def place(values: Array, dtype: str, placing: str, library: str, device: str) -> tuple[Array, Storage]:
-    """float64, bool or 8-bit ``values`` as an array of ``library`` on ``device``, lying as ``placing`` says in junk."""
+def place(
+    values: Array, dtype: str, placing: str, library: str, device: str, *, turned: bool = False
+) -> tuple[Array, Storage]:
+    """float64, bool or 8-bit ``values`` as an array of ``library`` on ``device``, lying as ``placing`` says in junk.
+
+    At a fence they lie row-major as they are, or ``turned``: with their second axis behind the third.
+    """
     if placing == FAR:
         return _far(values, dtype, library, device)
     kind: Any = np.bool_ if values.dtype == np.bool_ else _DTYPES[dtype]
     if placing in FENCED:
         with np.errstate(all="ignore"):
-            stored_as = values.astype(kind)
-        return beside_fence(stored_as, placing == "at-end", library, device), Storage(None, None)
+            numbers = values.astype(kind)
+        whole = beside_fence(numbers.swapaxes(1, 2) if turned else numbers, placing == "at-end", library, device)
+        return whole.swapaxes(1, 2) if turned else whole, Storage(whole, None)
     shape = tuple(values.shape)
     buffer_shape, view = _PLANS[placing]
     size = math.prod(buffer_shape(shape))

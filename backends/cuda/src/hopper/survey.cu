@@ -155,7 +155,7 @@ struct Column {
         tile = across * EACH / BLOCK_N;
         const int first = TILES * part.byte * BLOCK_N + across * EACH;
         count = larger(smaller(EACH, a.keys - first), 0);
-        // Not by `count == EACH`: ptxas before CUDA 13.5 takes that as true of 0 as well.
+        // Not by `count == EACH`: ptxas of CUDA 13.0 and 13.2 takes that as true of 0 as well.
         const bool whole = first + EACH <= a.keys;
         aligned = whole && a.mask.column == 1 && (reinterpret_cast<u64>(plane) | u64(a.mask.row)) % EACH == 0;
         ends = a.mask_rows - part.group * GROUP;
