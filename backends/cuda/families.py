@@ -44,7 +44,7 @@ _FEW = 32
 #: Head dimensions, beyond the first and up to the last, of which the backward is faster all the same: TRIED.md has 16
 #: problems of 1 to 31 queries.
 _FEW_DIMS = 32, 128
-#: Keys from which on splitting them pays where there are tiles of queries for so few of the SMs, whatever else is asked for.
+#: Keys from which on splitting them pays where so few of the SMs have a tile of queries, whatever else is asked for.
 _LONG, _BUSY = 4096, 1 / 8
 #: The same share where positions alone hide keys, by the widest head dimension, and of wider heads where the queries of
 #: each fill half a tile; it shrinks with the keys that they see, down to so many (an H200; TRIED.md).

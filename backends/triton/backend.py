@@ -68,7 +68,7 @@ class TritonBackend(Backend):
         return Precision(weights="storage", statistics="lse")
 
     def repeats(self, problem: Problem, device: Device) -> float:
-        """What was measured had no pages, and keys padded to one length, which a few queries wait for."""
+        """See ``Backend.repeats``: what was measured has no pages, and keys padded to one length."""
         return _PAGED[problem.seq_q > _DRAFT] if problem.page else 1.0
 
     def compile(self, problem: Problem, device: Device, config: TritonConfig) -> Kernel:
