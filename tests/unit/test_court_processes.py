@@ -52,6 +52,19 @@ def test_those_of_multiprocessing_are() -> None:
             process.communicate("\n")
 
 
+def test_one_that_has_just_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between fork and exec it has no command line."""
+    with running(sys.executable, "-c", "from multiprocessing.resource_tracker import main;main(0)") as number:
+        read, early = Path.read_bytes, [b"", b""]
+
+        def read_bytes(path: Path) -> bytes:
+            return early.pop() if early and path.name == "cmdline" else read(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        assert processes.is_compilers(number)
+        assert not early
+
+
 @pytest.mark.slow
 def test_those_that_torch_compiles_in_are() -> None:
     from torch._inductor.compile_worker.subproc_pool import SubprocPool

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import time
 from importlib import util
 from pathlib import Path
 
@@ -14,6 +15,8 @@ __all__ = ["below", "children", "command", "descendants", "end_below", "is_compi
 
 #: How often processes are looked for that others start while they are ended.
 _GENERATIONS = 100
+#: How often a process without a command line is looked at again, and after how many seconds each.
+_BEGINNING, _MOMENT = 20, 0.005
 #: What Python runs for ``multiprocessing``, with numbers and names alone; and variables by which it would find other
 #: modules of these names.
 _OF_PYTHON = re.compile(
@@ -89,7 +92,7 @@ def is_compilers(number: int) -> bool:
     A name alone is easily given; a process that writes over its own command line is not seen through.
     """
     try:
-        words = Path(f"/proc/{number}/cmdline").read_bytes().decode(errors="replace").split("\0")[1:-1]
+        words = _line(number).decode(errors="replace").split("\0")[1:-1]
         environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
         if not os.path.samefile(f"/proc/{number}/exe", "/proc/self/exe"):
             return False
@@ -100,6 +103,15 @@ def is_compilers(number: int) -> bool:
         return bool(words) and os.path.samefile(words[0], _of_torch())
     except OSError:
         return False
+
+
+def _line(number: int) -> bytes:
+    """The command line of a process. While a program begins in it, it has none; that is waited for."""
+    for _ in range(_BEGINNING):
+        if line := Path(f"/proc/{number}/cmdline").read_bytes():
+            return line
+        time.sleep(_MOMENT)
+    return b""
 
 
 def _without_options(words: list[str]) -> list[str]:
