@@ -69,6 +69,23 @@ def test_examples_have_masks_as_vmap_says(randomness: str) -> None:
     assert torch.equal(first, second) is torch.equal(first, third) is (randomness == "same")
 
 
+def test_a_call_on_meta_tensors_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    x = torch.empty(1, 2, 8, 4, device="meta")
+    assert attnswitch.attention(x, x, x, dropout_p=0.5).shape == x.shape
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_lies_on_the_cpu_whatever_the_default_device() -> None:
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with torch.device("meta"):
+        (grad,) = torch.autograd.grad(attnswitch.attention(x, x, x, dropout_p=0.5, seed=3).sum(), x)
+        drawn = attnswitch.attention(x, x, x, dropout_p=0.5)
+    assert grad.device == drawn.device == x.device
+    (same,) = torch.autograd.grad(attnswitch.attention(x, x, x, dropout_p=0.5, seed=3).sum(), x)
+    torch.testing.assert_close(grad, same)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_seed_may_be_an_argument_of_a_graph(dynamic: bool | None) -> None:
     x = torch.randn(1, 2, 8, 4)
