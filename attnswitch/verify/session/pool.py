@@ -15,7 +15,7 @@ from attnswitch.machine.device import Device
 from attnswitch.verify import emulation, terms
 from attnswitch.verify.court import limits
 from attnswitch.verify.drawing.case import Case
-from attnswitch.verify.outcome import Failure, Outcome
+from attnswitch.verify.outcome import Outcome
 from attnswitch.verify.session.events import Done, Event, Examined, Lost, Smaller
 from attnswitch.verify.session.explore import Examine, Given, Job, Source, carry_out
 from attnswitch.verify.session.plan import Plan
@@ -271,8 +271,8 @@ class Isolated:
         if not seat.shrinking:
             seat.at += 1
         self._replace(seat)
-        failure = Failure("hang" if death.hung else "crash", death.how)
-        return Lost(Outcome(death.entry.case, death.entry.backend, seat.device, "mismatch", failure=failure), number)
+        entry = death.entry
+        return Lost(Outcome(entry.case, entry.backend, seat.device, "mismatch", failure=death.failure), number)
 
     def _replace(self, seat: _Seat) -> None:
         """Start a new process with the rest of the job."""
@@ -336,8 +336,7 @@ class Isolated:
                 elif isinstance(event, Lost):
                     return event.outcome
         except Died as death:
-            failure = Failure("hang" if death.hung else "crash", death.how)
-            return Outcome(case, backends[0], device, "mismatch", failure=failure)
+            return Outcome(case, backends[0], device, "mismatch", failure=death.failure)
         finally:
             if self._spare.get(device) is not process:
                 process.end()

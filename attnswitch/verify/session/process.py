@@ -13,6 +13,7 @@ from attnswitch.child import Child, ending
 from attnswitch.errors import VerificationError
 from attnswitch.verify.court import processes, server
 from attnswitch.verify.drawing import provider
+from attnswitch.verify.outcome import Failure
 from attnswitch.verify.session import journal
 from attnswitch.verify.session.events import Event, Ready
 from attnswitch.verify.session.explore import Job
@@ -34,6 +35,14 @@ class Died(Exception):
     def __init__(self, how: str, entry: journal.Entry | None, hung: bool) -> None:
         super().__init__(how)
         self.how, self.entry, self.hung = how, entry, hung
+
+    @property
+    def failure(self) -> Failure:
+        """The finding that it is."""
+        fenced = not self.hung and self.entry is not None and self.entry.case.check == "fences"
+        return Failure(
+            "hang" if self.hung else "crash", self.how + ", with operands beside which there is no memory" * fenced
+        )
 
 
 class Process:
