@@ -29,6 +29,7 @@ __all__ = [
     "beside_hopper",
     "is_hopper",
     "leaves_idle",
+    "query_tiles",
     "regimes",
 ]
 
@@ -232,12 +233,12 @@ def _sizes(p: Problem, device: Device) -> Iterator[str]:
     if brief(p) and device.kind != "cpu":  # the emulator has nothing but such
         yield f"{p.seq_q} queries that see at most {FEWER} keys: smaller tiles load less"
     if leaves_idle(p, device):
-        yield f"{_query_tiles(p)} tiles of queries for {device.sms} SMs: it does not split keys"
+        yield f"{query_tiles(p)} tiles of queries for {device.sms} SMs: it does not split keys"
 
 
 def leaves_idle(problem: Problem, device: Device) -> bool:
     """Whether tiles of queries leave so many SMs without one that the keys are to be split."""
-    p, tiles = problem, _query_tiles(problem)
+    p, tiles = problem, query_tiles(problem)
     if p.seq_k >= _LONG and tiles <= _BUSY * device.sms:
         return True
     seen = arithmetic.seen(p, _ROWS)
@@ -248,7 +249,8 @@ def leaves_idle(problem: Problem, device: Device) -> bool:
     return tiles <= min(1.0, seen / _LONG) * busy * device.sms
 
 
-def _query_tiles(p: Problem) -> int:
+def query_tiles(p: Problem) -> int:
+    """Tiles of queries of Hopper's forward."""
     return p.batch * p.heads_q * arithmetic.tiles(p.seq_q, _ROWS)
 
 

@@ -99,15 +99,15 @@ def test_every_array_of_a_call_lies_there(name: str, placing: str, library: str)
     case = case.replace(placing=Placing(*[placing] * 5), library=library)
     placed = place_operands(case, Subject(case).data, "cpu")
     looked = set()
-    for name in (*OPERANDS, *OF_FORMS):
-        array = getattr(placed, name)
+    for role in (*OPERANDS, *OF_FORMS):
+        array = getattr(placed, role)
         if array is None:
             continue
-        looked.add(name)
+        looked.add(role)
         array = arrays.passage(array, library, "numpy")
         begins = arrays.address(array)
-        assert array.flags.c_contiguous, name
-        assert begins % PAGE == 0 if placing == "at-start" else -(begins + array.nbytes) % PAGE < 16, name
+        assert array.flags.c_contiguous, role
+        assert begins % PAGE == 0 if placing == "at-start" else -(begins + array.nbytes) % PAGE < 16, role
     assert looked >= {"query", "key", "value", *besides}
 
 

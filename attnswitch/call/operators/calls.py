@@ -255,14 +255,13 @@ def _integers(given: Any, role: str, none: tuple[int, ...]) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
     try:
-        tensor = (
-            None if _has_text(given) else torch.tensor(given, device="cpu")
-        )  # which no graph before torch 2.12 gets over
+        # No graph before torch 2.12 gets over text.
+        tensor = None if _has_text(given) else torch.tensor(given, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         tensor = None
     if tensor is None:
         raise InvalidProblem(f"{role}={text_of(given)}: expected integers")
-    return tensor if tensor.numel() else torch.zeros(none, dtype=torch.int64)
+    return tensor if tensor.numel() else torch.zeros(none, dtype=torch.int64, device="cpu")
 
 
 def _has_text(given: Any) -> bool:
